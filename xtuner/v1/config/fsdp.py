@@ -1,0 +1,73 @@
+"""How the model is sharded, in which types it computes, and what it recomputes."""
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from .base import XTunerConfig
+
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
+           "float32": torch.float32, "fp32": torch.float32}  # fmt: skip
+
+
+def parse_dtype(value: Any) -> torch.dtype:
+    """A torch dtype from itself or from a name such as "bfloat16", "bf16" or "torch.bfloat16"."""
+    if isinstance(value, torch.dtype):
+        return value
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"unknown dtype {value!r}; one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+TorchDtype = Annotated[
+    torch.dtype,
+    BeforeValidator(parse_dtype),
+    PlainSerializer(lambda d: str(d).removeprefix("torch."), return_type=str),
+]
+
+
+class FSDPConfig(XTunerConfig):
+    """Fully sharded data parallel (FSDP2) and its companions."""
+
+    tp_size: int = Field(1, ge=1)
+    """Tensor-parallel size."""
+    ep_size: int = Field(1, ge=1)
+    """Expert-parallel size (MoE)."""
+    reshard_after_forward: bool = True
+    """Free the gathered weights of a layer after its forward and gather them again for the backward."""
+    recompute_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the layers (from the first) whose activations are recomputed in the backward."""
+    vision_recompute_ratio: float = Field(1.0, ge=0, le=1)
+    """The same for a vision tower."""
+    checkpoint_preserve_rng_state: bool = True
+    """Restore the random state for recomputation. Needed only where a layer draws random numbers."""
+    mtp_checkpoint_use_reentrant: bool = True
+    """Reentrant recomputation of multi-token-prediction layers."""
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory."""
+    param_dtype: TorchDtype = torch.bfloat16
+    """Type of compute. Master weights are float32 always. On a CPU, float32 is used unless `cpu_param_dtype` says else."""
+    cpu_param_dtype: TorchDtype = torch.float32
+    """Type of compute on CPU, where bfloat16 is slower than float32 on most machines."""
+    reduce_dtype: TorchDtype = torch.bfloat16
+    """Type in which gradients are summed over ranks. On a CPU: float32."""
+    fp32_lm_head: bool = False
+    """Compute the head in float32 (weights too). Logits are float32 in either case."""
+    torch_compile: bool = True
+    """Compile each layer on CUDA. On a CPU it has no effect: nothing there needs a compiler."""
+    mesh_prefix: str = "default"
+    """Prefix of device-mesh dimension names."""
+    requires_grad: bool = True
+    """False for a frozen model (reference)."""
+    hsdp_sharding_size: int | None = Field(None, ge=1)
+    """Shard over groups of this size and replicate over the groups (HSDP). None: shard over all ranks."""
+
+    @model_validator(mode="after")
+    def _hsdp_without_ep(self) -> "FSDPConfig":
+        if self.hsdp_sharding_size is not None and self.ep_size != 1:
+            raise ValueError(
+                f"fsdp_cfg: hsdp_sharding_size={self.hsdp_sharding_size} needs ep_size=1, not {self.ep_size}."
+            )
+        return self

@@ -1,0 +1,69 @@
+"""The one protocol that every rollout engine keeps, and the two objects that cross it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
+
+LogprobStage = Literal["sampled", "raw"]
+MemoryTag = Literal["weights", "kv_cache"]
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """One response wanted: token ids in. `seed` makes it independent of what else is in the batch."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SampleParams
+    seed: int
+
+
+@dataclass(slots=True)
+class GenerateOutput:
+    """Token ids out, one log-prob and one weight version a token."""
+
+    request_id: int
+    token_ids: list[int] = field(default_factory=list)
+    """R generated ids, the stop token included; nothing after it."""
+    logprobs: list[float] = field(default_factory=list)
+    """float32 [R], of the distribution named by `logprob_stage`."""
+    weight_versions: list[int] = field(default_factory=list)
+    """[R] version of the weights that made each token."""
+    finish_reason: FinishReason = "error"
+    logprob_stage: LogprobStage = "sampled"
+    """`sampled`: after temperature and truncation; `raw`: softmax of the logits (greedy requests)."""
+    error: str | None = None
+    """Why, when finish_reason is `error`."""
+
+
+class RolloutEngine(Protocol):
+    """One engine replica. Every wait inside has a deadline; a refused request is an output with `error`."""
+
+    async def start(self) -> None:
+        """Load weights and allocate the cache. Raises with the reason if it cannot."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        """Serve one request. A request that can never fit is refused at once with the numbers."""
+
+    async def abort(self) -> None:
+        """End all requests in flight with finish_reason `abort` and what they have so far."""
+
+    async def sleep(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
+        """Give back device memory. Without weights it cannot serve until they are pushed again."""
+
+    async def wake(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
+        """Take the memory again. Weights come back empty and must be pushed before the next request."""
+
+    async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """Replace all weights. The version moves only when every parameter came exactly once, else it raises."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+
+    async def health(self) -> bool:
+        """Whether the engine can serve."""
+
+    async def stop(self) -> None:
+        """Free everything. In-flight requests are aborted."""

@@ -1,0 +1,22 @@
+"""How the driver speaks to a worker, wherever it lives."""
+
+import inspect
+from typing import Any, Protocol
+
+
+class Handle(Protocol):
+    """A worker that may be in this process or in another. Handles can be sent to other workers."""
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run `worker.method(*args, **kwargs)` (plain or async) and return its result or raise its exception."""
+
+
+class LocalHandle:
+    """The object itself. A plain method runs in the caller's thread."""
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.worker, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
