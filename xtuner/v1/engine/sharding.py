@@ -1,0 +1,57 @@
+"""The model on its mesh: FSDP2 units, types of compute, recomputation."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from xtuner.v1.config import FSDPConfig
+
+
+def build_mesh(cfg: FSDPConfig, world_size: int, device_type: str) -> DeviceMesh:
+    """One dimension (shard), or two (replicate, shard) for HSDP."""
+    shard = cfg.hsdp_sharding_size or world_size
+    if world_size % shard:
+        raise ValueError(
+            f"fsdp_cfg.hsdp_sharding_size={shard} does not divide the {world_size} workers; "
+            f"use a divisor of {world_size} or None."
+        )
+    prefix = cfg.mesh_prefix
+    if shard == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=(f"{prefix}.shard",))
+    names = (f"{prefix}.replicate", f"{prefix}.shard")
+    return init_device_mesh(device_type, (world_size // shard, shard), mesh_dim_names=names)
+
+
+def compute_dtype(cfg: FSDPConfig, device: torch.device) -> torch.dtype:
+    """Type of compute on this device."""
+    return cfg.param_dtype if device.type == "cuda" else cfg.cpu_param_dtype
+
+
+def shard_model(model: nn.Module, layers: nn.ModuleList, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """Make every layer an FSDP2 unit and the model the root, in place.
+
+    Recomputation and compilation sit inside a unit's forward, so parameter names stay as they are.
+    """
+    recomputed = round(cfg.recompute_ratio * len(layers)) if cfg.requires_grad else 0
+    for index, layer in enumerate(layers):
+        if cfg.torch_compile and device.type == "cuda":
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if index < recomputed:
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=cfg.checkpoint_preserve_rng_state
+            )
+    param_dtype = compute_dtype(cfg, device)
+    reduce_dtype = cfg.reduce_dtype if device.type == "cuda" else torch.float32
+    offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    root_policy = policy
+    if cfg.fp32_lm_head:
+        root_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce_dtype)
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload)
+    for layer in layers:
+        shard(layer, mp_policy=policy)
+    shard(model, mp_policy=root_policy)

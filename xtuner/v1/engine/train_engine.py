@@ -1,0 +1,185 @@
+"""The training engine: a sharded model, its optimizer, and the steps between them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
+from xtuner.v1.data_proto import PackedBatch, WeightBucket
+from xtuner.v1.model import TransformerConfig
+from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
+from xtuner.v1.ops.attention import PackedAttention
+
+from .lr_schedule import learning_rate
+from .sharding import build_mesh, compute_dtype, shard_model
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm before clipping, over all parameters and ranks."""
+    lr: float
+    skipped: str | None = None
+    """Why the update was skipped; None if it was made."""
+
+
+class TrainEngine:
+    """One rank's part of the model in training.
+
+    Master weights are float32 and sharded; compute runs in `fsdp_cfg.param_dtype`. With `optim_cfg=None` the
+    model is frozen (reference model).
+    """
+
+    def __init__(
+        self,
+        model_cfg: TransformerConfig,
+        fsdp_cfg: FSDPConfig,
+        *,
+        device: torch.device,
+        optim_cfg: AdamWConfig | None = None,
+        lr_cfg: LRConfig | None = None,
+        total_optimizer_steps: int = 1,
+        chunk_size: int | None = 1024,
+    ):
+        self.model_cfg, self.optim_cfg, self.device = model_cfg, optim_cfg, device
+        self.lr_cfg = lr_cfg or LRConfig()
+        self.total_optimizer_steps = total_optimizer_steps
+        self.chunk_size = chunk_size
+        self.optimizer_step = 0
+        self.world_size = dist.get_world_size()
+        self.compute_dtype = compute_dtype(fsdp_cfg, device)
+        self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
+        self.mesh = build_mesh(fsdp_cfg, self.world_size, device.type)
+        self.model = model_cfg.build(device="meta").to(torch.float32)
+        if optim_cfg is None:
+            self.model.requires_grad_(False)
+        shard_model(self.model, self.model.layers, fsdp_cfg, self.mesh, device)
+        self.model.to_empty(device="cpu" if self.cpu_offload else device)
+        self.optimizer = self._build_optimizer() if optim_cfg else None
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        cfg = self.optim_cfg
+        assert cfg is not None
+        fused = cfg.fused if cfg.fused is not None else not cfg.foreach
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
+            fused=fused or None, foreach=cfg.foreach if not fused else None,
+        )  # fmt: skip
+
+    def load_hf(self, path: str | Path) -> None:
+        """Fill the weights from a Hugging Face folder, one tensor at a time."""
+        load_hf_model(self.model, path)
+
+    # ---------------------------------------------------------------- steps
+
+    def forward(self, batch: PackedBatch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (and entropies) of the trained tokens of a pack on this device, float32 [N]."""
+        attention = PackedAttention(batch.layout, self.device)
+        chunk = self.chunk_size or max(1, batch.num_targets)
+        return self.model(
+            batch.input_ids, batch.position_ids, attention, batch.target_rows, batch.labels, batch.inv_temperature,
+            chunk, with_entropy,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """Forward only, float32 [N]."""
+        return self.forward(batch)[0]
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of the sum of all ranks' losses (FSDP takes the mean over ranks)."""
+        (loss * self.world_size).backward()
+
+    def step(self) -> StepResult:
+        """Clip, check and apply the accumulated gradients, and forget them.
+
+        An update with a non-finite norm, or one above `skip_grad_norm_threshold`, is skipped on all ranks alike:
+        weights, moments and the optimizer's step count stay; the schedule goes on.
+        """
+        assert self.optimizer is not None and self.optim_cfg is not None
+        cfg = self.optim_cfg
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        value = float(norm)
+        lr = learning_rate(self.optimizer_step, self.total_optimizer_steps, cfg.lr, self.lr_cfg)
+        skipped = None
+        if not torch.isfinite(norm):
+            skipped = f"gradient norm is {value}"
+        elif cfg.skip_grad_norm_threshold is not None and value > cfg.skip_grad_norm_threshold:
+            skipped = f"gradient norm {value:.4g} > skip_grad_norm_threshold={cfg.skip_grad_norm_threshold:g}"
+        if skipped is None:
+            scale = min(1.0, cfg.max_grad_norm / (value + 1e-6))
+            if scale < 1.0:
+                torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if cfg.swap_optimizer:
+                self._move_optimizer(self.device)
+            self.optimizer.step()
+            if cfg.swap_optimizer:
+                self._move_optimizer(torch.device("cpu"))
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer_step += 1
+        return StepResult(value, lr, skipped)
+
+    # ---------------------------------------------------------------- weights out
+
+    def weight_buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[WeightBucket]:
+        """All weights by Hugging Face name, full tensors in `dtype` (default: the type of compute).
+
+        Every rank must iterate to the end: gathering is collective. One bucket is alive at a time.
+        """
+        bucket = WeightBucket({})
+        for name, tensor in export_hf_tensors(self.model, dtype or self.compute_dtype):
+            bucket.tensors[name] = tensor
+            if bucket.num_bytes >= bucket_bytes:
+                yield bucket
+                bucket = WeightBucket({})
+        if bucket.tensors:
+            yield bucket
+
+    def save_hf(self, out_dir: Path, source_dir: str | Path, dtype: torch.dtype) -> None:
+        """Write a Hugging Face folder; rank 0 writes, all ranks gather."""
+        tensors = export_hf_tensors(self.model, dtype)
+        if dist.get_rank() == 0:
+            save_hf_model(tensors, self.model_cfg, out_dir, source_dir=source_dir)
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+
+    # ---------------------------------------------------------------- memory
+
+    def offload(self) -> None:
+        """Weights and moments to host memory, so that a co-resident engine has the device."""
+        if self.device.type == "cpu":
+            return
+        self.model.to("cpu")
+        self._move_optimizer(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def onload(self, optimizer: bool = True) -> None:
+        """The way back."""
+        if self.device.type == "cpu":
+            return
+        if not self.cpu_offload:
+            self.model.to(self.device)
+        if optimizer and not (self.optim_cfg and self.optim_cfg.swap_optimizer):
+            self._move_optimizer(self.device)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if self.optimizer is None or self.cpu_offload:
+            return
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(device, non_blocking=True)

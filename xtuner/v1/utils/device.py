@@ -1,0 +1,71 @@
+"""Facts about the machine, and the few process-wide switches that a worker sets once."""
+
+import ctypes
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> None:
+    """Let the C allocator keep freed blocks instead of giving them back to the kernel.
+
+    A training step on a CPU frees and takes the same large blocks again and again; each return to the kernel
+    costs a page fault for every 4 KiB. Only glibc knows these switches; elsewhere nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def resolve_device(accelerator: str, local_rank: int = 0) -> torch.device:
+    """The torch device of a worker. `accelerator` is GPU or CPU."""
+    if accelerator == "CPU":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"resources.accelerator={accelerator!r} but torch sees no CUDA device on this machine. "
+            "Start with --accelerator cpu, or run on a machine with a GPU."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_deterministic(on: bool) -> None:
+    """Ask torch for the same bits in every run with the same inputs."""
+    if not on:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a timer reads what happened."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """Peak allocated and reserved device memory since the start, GiB; zeros on a CPU."""
+    if device.type != "cuda":
+        return {"max_memory": 0.0, "reserved_memory": 0.0}
+    return {
+        "max_memory": torch.cuda.max_memory_allocated(device) / 2**30,
+        "reserved_memory": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
