@@ -1,0 +1,182 @@
+"""One decoder for all dense families."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xtuner.v1.ops.attention import AttentionContext
+from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
+from xtuner.v1.ops.norm import rms_norm
+from xtuner.v1.ops.rotary import RotaryTable, apply_rotary, rotary_table
+from xtuner.v1.ops.swiglu import swiglu
+
+from .config import DenseModelConfig
+from .rope import rope_frequencies
+
+
+class ParamSlice(NamedTuple):
+    """Rows [start, end) of the parameter called `param`."""
+
+    param: str
+    start: int
+    end: int
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; queries, keys and values come from one projection."""
+
+    def __init__(self, config: DenseModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        a = config.attention
+        self.layer, self.scale = layer, a.head_dim**-0.5
+        self.num_q, self.num_kv, self.head_dim = a.num_attention_heads, a.num_key_value_heads, a.head_dim
+        q_size = a.num_attention_heads * a.head_dim
+        qkv_size = q_size + 2 * a.num_key_value_heads * a.head_dim
+        self.qkv_proj = _linear(config.hidden_size, qkv_size, a.qkv_bias, dtype)
+        self.o_proj = _linear(q_size, config.hidden_size, a.o_bias, dtype)
+        self.q_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
+        self.k_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
+
+    def forward(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = qkv.split((self.num_q, self.num_kv, self.num_kv), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        return self.o_proj(self._attend(q, k, v, attention).flatten(1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:
+        return attention.attend(self.layer, q, k, v, self.scale)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one projection."""
+
+    def __init__(self, config: DenseModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = _linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, dtype)
+        self.down_proj = _linear(config.intermediate_size, config.hidden_size, config.mlp_bias, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual. The unit of FSDP and recomputation."""
+
+    def __init__(self, config: DenseModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = SelfAttention(config, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = GatedMLP(config, dtype)
+
+    def forward(self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attention)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DenseModel(nn.Module):
+    """Decoder-only language model over flat rows [T]; who sees whom is the attention context's business."""
+
+    def __init__(self, config: DenseModelConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else _linear(config.hidden_size, config.vocab_size, False, dtype)
+        # Plain tensors, no buffers: building on the meta device and moving the module leave them alone.
+        self._frequencies = {torch.device("cpu"): rope_frequencies(config.rope, config.attention.head_dim)}
+        self.hf_params = _hf_params(self)
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """Hidden states after the final norm. input_ids and position_ids int64 [T]; returns [T, H]."""
+        rotary = rotary_table(position_ids, self._frequencies_on(position_ids.device))
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, attention)
+        return self.norm(hidden)
+
+    def head_weight(self) -> Tensor:
+        """[V, H]; the embedding's weight if they are tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 [N, V]."""
+        return head_logits(hidden, self.head_weight())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        target_rows: Tensor,
+        labels: Tensor,
+        inv_temperature: Tensor,
+        chunk_size: int,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs, and on wish entropies, of N labels, float32 [N] each; see `linear_logprob`.
+
+        The training entry: embedding, final norm and head belong to FSDP's root, whose hooks run around this.
+        """
+        hidden = self.hidden_states(input_ids, position_ids, attention).index_select(0, target_rows)
+        return linear_logprob(hidden, self.head_weight(), labels, inv_temperature, chunk_size, with_entropy)
+
+    def init_weights(self, seed: int = 0, std: float = 0.02) -> None:
+        """Random weights: normal matrices, norms 1, biases 0. The same for any sharding of the same model."""
+        from .hf import copy_rows
+
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for name, param in self.named_parameters():
+            full = torch.zeros(param.shape, dtype=torch.float32, device="cpu")
+            if name.endswith("norm.weight"):
+                full.fill_(1.0)
+            elif not name.endswith(".bias"):
+                full.normal_(0.0, std, generator=generator)
+            copy_rows(param, full, 0)
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        if device not in self._frequencies:
+            self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
+        return self._frequencies[device]
+
+
+def _linear(fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    return nn.utils.skip_init(nn.Linear, fan_in, fan_out, bias=bias, dtype=dtype)
+
+
+def _hf_params(model: DenseModel) -> dict[str, ParamSlice]:
+    """Hugging Face name -> rows of ours, in file order. All dense families use the same names."""
+    a, inner = model.config.attention, model.config.intermediate_size
+    q, kv = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    fused = {
+        "qkv_proj": {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)},
+        "gate_up_proj": {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)},
+    }
+    names: dict[str, ParamSlice] = {}
+    for name, param in model.named_parameters():
+        path = name.split(".")
+        hf_name = name if path[0] == "lm_head" else f"model.{name}"
+        if path[-2] in fused:
+            for part, (start, end) in fused[path[-2]].items():
+                names[hf_name.replace(path[-2], part)] = ParamSlice(name, start, end)
+        else:
+            names[hf_name] = ParamSlice(name, 0, param.shape[0])
+    return names

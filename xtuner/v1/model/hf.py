@@ -1,0 +1,244 @@
+"""Weights in Hugging Face's format, in and out, one tensor at a time."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .config import DenseModelConfig
+from .dense import DenseModel
+from .hf_config import to_hf_config
+
+INDEX_NAME = "model.safetensors.index.json"
+# Companions of the weights that a reader of the model needs.
+_COMPANIONS = (
+    "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "*.model", "*.tiktoken", "LICENSE*",
+)  # fmt: skip
+
+
+def iter_hf_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a model folder. One shard is open at a time; tensors are read when they come up."""
+    from safetensors import safe_open
+
+    for file, names in _shards(Path(path)):
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            present = set(shard.keys())
+            for name in sorted(present) if names is None else names:
+                if name not in present:
+                    raise ValueError(f"{file}: has no tensor {name!r} though {INDEX_NAME} says so.")
+                yield name, shard.get_tensor(name)
+
+
+def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
+    """Weight files with the names to read from each (None: all)."""
+    index, single = folder / INDEX_NAME, folder / "model.safetensors"
+    if index.is_file():
+        by_file: dict[str, list[str]] = {}
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            by_file.setdefault(file, []).append(name)
+        if missing := [file for file in by_file if not (folder / file).is_file()]:
+            raise FileNotFoundError(f"{folder}: the index names {_shorten(sorted(missing))}: not there.")
+        return [(folder / file, sorted(names)) for file, names in sorted(by_file.items())]
+    if single.is_file():
+        return [(single, None)]
+    hint = " It has .bin files: convert them to safetensors first." if list(folder.glob("*.bin")) else ""
+    raise FileNotFoundError(f"{folder}: neither {INDEX_NAME} nor model.safetensors is there.{hint}")
+
+
+def load_hf_model(model: DenseModel, path: str | Path) -> None:
+    """Fill all parameters from a model folder.
+
+    Raises ValueError that lists missing and unexpected names and shape mismatches.
+    """
+    left, unexpected, mismatched = set(model.hf_params), [], []
+    for name, tensor in iter_hf_tensors(path):
+        if name not in model.hf_params:
+            if not _ignorable(model, name):
+                unexpected.append(name)
+        elif tuple(tensor.shape) != (expected := _hf_shape(model, name)):
+            mismatched.append(f"{name} is {list(tensor.shape)}, expected {list(expected)}")
+            left.discard(name)
+        else:
+            load_hf_tensor(model, name, tensor)
+            left.discard(name)
+    problems = {"missing": sorted(left), "unexpected": unexpected, "wrong shape": mismatched}
+    if any(problems.values()):
+        text = "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items() if names)
+        raise ValueError(f"{path}: the weights do not fit config.json. {text}")
+
+
+def load_hf_tensor(model: DenseModel, name: str, tensor: Tensor) -> int:
+    """Copy one tensor into its rows, on every rank the part it holds. Returns its number of elements."""
+    if name not in model.hf_params:
+        if _ignorable(model, name):
+            return 0
+        raise KeyError(f"{name!r} is no parameter of this {model.config.model_type} model.")
+    expected = _hf_shape(model, name)
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(expected)}.")
+    place = model.hf_params[name]
+    copy_rows(model.get_parameter(place.param), tensor, place.start)
+    return tensor.numel()
+
+
+@torch.no_grad()
+def copy_rows(param: nn.Parameter, tensor: Tensor, start: int) -> None:
+    """param[start : start + len(tensor)] = tensor; of a sharded parameter, the rows that this rank holds."""
+    local, first = param, 0
+    if isinstance(param, DTensor):
+        local, first = param.to_local(), _first_local_row(param)
+    if local.is_meta:
+        raise RuntimeError("the model is on the meta device: allocate it first, model.to_empty(device=...).")
+    begin, end = max(start, first), min(start + tensor.shape[0], first + local.shape[0])
+    if begin < end:
+        local[begin - first : end - first].copy_(tensor[begin - start : end - start])
+
+
+def _first_local_row(param: DTensor) -> int:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    for placement in param.placements:
+        if type(placement) not in (Shard, Replicate) or (isinstance(placement, Shard) and placement.dim != 0):
+            raise NotImplementedError(f"weights cannot be copied into placement {placement}; shard on dim 0.")
+    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return offset[0]
+
+
+def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor in `dtype`) of all parameters, on the model's device.
+
+    Collective for a sharded model: every rank iterates to the end. One parameter is gathered at a time.
+    """
+    by_param: dict[str, list[str]] = {}
+    for name, place in model.hf_params.items():
+        by_param.setdefault(place.param, []).append(name)
+    for param_name, names in by_param.items():
+        param = model.get_parameter(param_name).detach()
+        # Cast before the gather: half the bytes travel.
+        param = param.to(dtype)
+        full = param.full_tensor() if isinstance(param, DTensor) else param
+        for name in names:
+            yield name, full[model.hf_params[name].start : model.hf_params[name].end]
+
+
+def _hf_shape(model: DenseModel, name: str) -> tuple[int, ...]:
+    place = model.hf_params[name]
+    return (place.end - place.start, *model.get_parameter(place.param).shape[1:])
+
+
+def _ignorable(model: DenseModel, name: str) -> bool:
+    """Names that old or careless writers add: buffers that we compute, and the second copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.lm_head is None)
+
+
+def _shorten(names: list[str], show: int = 8) -> str:
+    rest = len(names) - show
+    return ", ".join(names[:show]) + (f" and {rest} more" if rest > 0 else "")
+
+
+class HFWriter:
+    """Writes a model folder tensor by tensor; holds at most one shard.
+
+    The folder must be new; who needs an all-or-nothing folder renames it after `close`.
+    """
+
+    def __init__(
+        self,
+        config: DenseModelConfig,
+        out_dir: str | Path,
+        source_dir: str | Path | None = None,
+        max_shard_bytes: int = 4 * 2**30,
+    ) -> None:
+        self._config, self._out, self._max = config, Path(out_dir), max_shard_bytes
+        self._source = Path(source_dir) if source_dir is not None else None
+        self._out.mkdir(parents=True, exist_ok=True)
+        if any(self._out.iterdir()):
+            raise FileExistsError(f"{self._out}: not empty; a model is written into a new folder.")
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._shard_names: list[list[str]] = []
+        self._total_bytes = 0
+        self._dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one full tensor; it may be reused by the caller afterwards."""
+        size = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + size > self._max:
+            self._flush()
+        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._shard_bytes += size
+        self._total_bytes += size
+        self._dtype = self._dtype or tensor.dtype
+
+    def close(self) -> None:
+        """Write the last shard, the index, config.json and the companions."""
+        self._flush()
+        if self._dtype is None:
+            raise ValueError(f"{self._out}: no tensor was written.")
+        count = len(self._shard_names)
+        weight_map = {}
+        for i, names in enumerate(self._shard_names):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            (self._out / _part_name(i)).rename(self._out / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        _write_json(self._out / INDEX_NAME, index)
+        _write_json(self._out / "config.json", self._config_json(self._dtype))
+        if self._source is not None:
+            _copy_companions(self._source, self._out)
+
+    def _flush(self) -> None:
+        if not self._shard:
+            return
+        from safetensors.torch import save_file
+
+        save_file(self._shard, self._out / _part_name(len(self._shard_names)), metadata={"format": "pt"})
+        self._shard_names.append(list(self._shard))
+        self._shard, self._shard_bytes = {}, 0
+
+    def _config_json(self, dtype: torch.dtype) -> dict[str, Any]:
+        if self._source is None:
+            return to_hf_config(self._config, dtype)
+        values = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
+        # Old writers say torch_dtype, new ones dtype; a reader may know only one of them.
+        for key in [k for k in ("torch_dtype", "dtype") if k in values] or ["torch_dtype"]:
+            values[key] = str(dtype).removeprefix("torch.")
+        return values
+
+
+def save_hf_model(
+    tensors: Iterable[tuple[str, Tensor]],
+    config: DenseModelConfig,
+    out_dir: str | Path,
+    source_dir: str | Path | None = None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Write (name, full tensor) pairs as a model folder; see `HFWriter`."""
+    writer = HFWriter(config, out_dir, source_dir, max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.close()
+
+
+def _part_name(i: int) -> str:
+    return f"part-{i:05d}.safetensors"
+
+
+def _copy_companions(source: Path, out: Path) -> None:
+    for pattern in _COMPANIONS:
+        for item in source.glob(pattern):
+            if item.is_file():
+                shutil.copyfile(item, out / item.name)
+    if (templates := source / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, out / templates.name)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,31 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves layout."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosine and sine of every row's angles, float32 [T, D/2] each; made once a forward, used by all layers.
+
+    A class of its own and not a pair of tensors: FSDP casts the tensors among a layer's arguments to the
+    compute type, and half precision is too coarse for angles.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_table(position_ids: Tensor, inv_freq: Tensor) -> RotaryTable:
+    """position_ids int64 [T], inv_freq float32 [D/2]."""
+    angles = position_ids.to(torch.float32)[:, None] * inv_freq[None, :]
+    return RotaryTable(angles.cos(), angles.sin())
+
+
+def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of each head. x [T, heads, D]; returns the same shape and dtype."""
+    cos, sin = table.cos[:, None, :], table.sin[:, None, :]
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
