@@ -1,0 +1,91 @@
+"""What a training worker needs to know."""
+
+from pathlib import Path
+
+import torch
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, XTunerConfig
+from xtuner.v1.model import TransformerConfig
+from xtuner.v1.rl.loss import BaseRLLossConfig
+
+
+class WorkerConfig(XTunerConfig):
+    """One training worker a device: model, optimizer, loss, and how a rollout batch is cut into updates."""
+
+    model_cfg: SerializeAsAny[TransformerConfig]
+    """Architecture, usually `get_model_config_from_hf(path)`."""
+    optim_cfg: AdamWConfig
+    """Optimizer."""
+    loss_cfg: SerializeAsAny[BaseRLLossConfig]
+    """Policy loss."""
+    lr_cfg: LRConfig
+    """Learning-rate schedule over all optimizer steps of the run."""
+    fsdp_cfg: FSDPConfig
+    """Sharding, types and recomputation."""
+    load_from: str | Path
+    """Hugging Face folder of the initial weights; the trainer's `load_from` replaces it."""
+    optimizer_steps: int = Field(1, ge=1)
+    """Updates a train step. With 1 the ratio to the old policy is 1 and no second forward is made."""
+    sp_size: int = Field(1, ge=1)
+    """Sequence-parallel size."""
+    pack_max_length: int = Field(ge=1)
+    """Most tokens a pack; packs are padded to a small multiple only. Memory of a forward grows with it."""
+    ref_load_from: str | Path | None = None
+    """Reference model of the KL term. None: the initial weights."""
+    ref_model_fsdp_cfg: FSDPConfig | None = None
+    """Sharding of the reference model. None: as the policy, without gradients and recomputation."""
+    log_dir: str | Path | None = None
+    """Set by the trainer."""
+    update_weight_bucket_size_in_gb: float = Field(0.5, gt=0)
+    """Weights travel to the engine in buckets of this size (GiB)."""
+    seed: int | None = None
+    """None: the trainer's."""
+    share_prompts: bool | None = None
+    """Compute the prompt of a group once for its K responses. Exact. None: on a CPU yes, on a GPU no."""
+    max_consecutive_skips: int = Field(10, ge=1)
+    """The run stops after this many skipped updates in a row (non-finite or too large gradient norm)."""
+    profile_step: list[int] | int | None = None
+    """Train steps to profile; traces go to `<run>/profiling`."""
+    profile_time: bool = True
+    """Profile operators and kernels."""
+    profile_memory: bool = False
+    """Profile memory too."""
+    free_rollout_routed_experts_in_worker: bool = True
+    """Mixture-of-experts routing replay: free the expert ids after use."""
+    offload_rollout_routed_experts: bool = False
+    """Mixture-of-experts routing replay: keep expert ids in host memory."""
+    sft_dataloader_cfg: None = None
+    """Supervised steps between RL steps; not offered by this version."""
+    sft_global_batch_size: int = -1
+    """Belongs to `sft_dataloader_cfg`."""
+    rollout_steps_per_sft: int = 1
+    """Belongs to `sft_dataloader_cfg`."""
+    sft_loss_cfg: None = None
+    """Belongs to `sft_dataloader_cfg`."""
+
+    @field_validator("sft_dataloader_cfg", "sft_loss_cfg", mode="before")
+    @classmethod
+    def _no_sft(cls, value: object) -> None:
+        if value is not None:
+            raise ValueError("supervised steps inside an RL run are not offered by this version; leave it None.")
+
+    @model_validator(mode="after")
+    def _supported(self) -> "WorkerConfig":
+        for name, value in (("sp_size", self.sp_size), ("fsdp_cfg.tp_size", self.fsdp_cfg.tp_size),
+                            ("fsdp_cfg.ep_size", self.fsdp_cfg.ep_size)):  # fmt: skip
+            if value != 1:
+                raise ValueError(f"train_worker_cfg.{name}={value}: this version trains data-parallel only; set 1.")
+        if self.free_rollout_routed_experts_in_worker is not True or self.offload_rollout_routed_experts:
+            raise ValueError("train_worker_cfg: routed-experts options need a mixture-of-experts model.")
+        if self.sft_global_batch_size != -1 or self.rollout_steps_per_sft != 1:
+            raise ValueError("train_worker_cfg: sft_* options need sft_dataloader_cfg, which this version lacks.")
+        return self
+
+    def bucket_bytes(self) -> int:
+        """Size of a weight bucket in bytes."""
+        return int(self.update_weight_bucket_size_in_gb * 2**30)
+
+    def shares_prompts(self, device: torch.device) -> bool:
+        """Whether siblings share the rows of their prompt on this device."""
+        return device.type == "cpu" if self.share_prompts is None else self.share_prompts

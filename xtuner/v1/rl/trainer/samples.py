@@ -1,0 +1,145 @@
+"""From judged groups to training samples."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.rl.advantage import AdvantageEstimator
+from xtuner.v1.rl.agent_loop_manager import is_trainable
+
+IGNORE = -100
+
+
+@dataclass(slots=True)
+class TrainingSample:
+    """One response with its prompt. With P prompt and R response tokens every list has P + R - 1 entries."""
+
+    rollout_id: int
+    input_ids: list[int]
+    """prompt + response[:-1]"""
+    labels: list[int]
+    """[-100] * (P - 1) + response, -100 where masked"""
+    advantages: list[float]
+    """The sample's advantage where a label is trained, else 0."""
+    rollout_logprobs: list[float] | None
+    """Engine's log-probs where a label is trained, else 0."""
+    prompt_len: int
+    """P; rows [0, P) may be shared with siblings that have the same prompt."""
+    temperature: float = 1.0
+
+    @property
+    def num_trained(self) -> int:
+        return sum(label != IGNORE for label in self.labels)
+
+
+def make_sample(state: RolloutState, advantage: float) -> TrainingSample:
+    """Lay out one trainable state.
+
+    Raises:
+        ValueError: log-probs or mask do not have the length of the response.
+    """
+    prompt, response = state.prompt_ids, state.response_ids
+    assert prompt and response
+    length = len(response)
+    for name in ("logprobs", "response_mask"):
+        values = getattr(state, name)
+        if values is not None and len(values) != length:
+            raise ValueError(f"rollout {state.rollout_id}: {len(values)} {name} for {length} response tokens.")
+    mask = state.response_mask or [1] * length
+    pad = len(prompt) - 1
+    labels = [IGNORE] * pad + [token if m else IGNORE for token, m in zip(response, mask, strict=True)]
+    logprobs = None
+    if state.logprobs is not None:
+        logprobs = [0.0] * pad + [lp if m else 0.0 for lp, m in zip(state.logprobs, mask, strict=True)]
+    return TrainingSample(
+        rollout_id=state.rollout_id if state.rollout_id is not None else -1,
+        input_ids=prompt + response[:-1],
+        labels=labels,
+        advantages=[0.0 if label == IGNORE else advantage for label in labels],
+        rollout_logprobs=logprobs,
+        prompt_len=len(prompt),
+        temperature=state.sample_params.temperature,
+    )
+
+
+@dataclass(slots=True)
+class SampleReport:
+    """What became of the groups on their way to training."""
+
+    samples: list[TrainingSample]
+    dropped: dict[str, int]
+    """Members that are not trained on, by reason."""
+    metrics: dict[str, float]
+
+
+def build_samples(
+    groups: list[list[RolloutState]], estimator: AdvantageEstimator, pack_max_length: int
+) -> SampleReport:
+    """Advantages within each group over its trainable members, then one sample a member.
+
+    A member that is not COMPLETED, has no token, or could not be judged takes no part in the statistics. A group
+    with one member left has advantage 0. A sample longer than a pack is left out of training (and counted), but
+    its reward stays in its group's statistics. `state.advantage` is set for every trainable member.
+    """
+    samples: list[TrainingSample] = []
+    dropped: dict[str, int] = {}
+    rewards_all: list[float] = []
+    lengths: list[int] = []
+    prompts: list[int] = []
+    weighted = no_signal = cut = 0.0
+    for group in groups:
+        members = [state for state in group if is_trainable(state)]
+        if missing := len(group) - len(members):
+            dropped["not_trainable"] = dropped.get("not_trainable", 0) + missing
+        if not members:
+            continue
+        rewards = torch.tensor([float((state.reward or {})["score"]) for state in members])
+        advantages = estimator.compute(rewards, members).tolist()
+        no_signal += all(a == 0 for a in advantages)
+        rewards_all += rewards.tolist()
+        for state, advantage in zip(members, advantages, strict=True):
+            state.advantage = advantage
+            assert state.response_ids and state.prompt_ids
+            lengths.append(len(state.response_ids))
+            prompts.append(len(state.prompt_ids))
+            cut += state.finish_reason == "length"
+            weighted += advantage * len(state.response_ids)
+            sample = make_sample(state, advantage)
+            if len(sample.input_ids) > pack_max_length:
+                dropped["longer_than_pack"] = dropped.get("longer_than_pack", 0) + 1
+            elif sample.num_trained == 0:
+                dropped["all_masked"] = dropped.get("all_masked", 0) + 1
+            else:
+                samples.append(sample)
+    metrics = _statistics(groups, samples, rewards_all, lengths, prompts)
+    if lengths:
+        values = [s.advantage for g in groups for s in g if s.advantage is not None]
+        metrics |= {
+            "advantages/mean": weighted / sum(lengths),
+            "advantages/min": min(values),
+            "advantages/max": max(values),
+            "response_len/cut_share": cut / len(lengths),
+            "no_signal_group_share": no_signal / len(groups),
+        }
+    for reason, count in dropped.items():
+        metrics[f"dropped/{reason}"] = count
+    return SampleReport(samples, dropped, metrics)
+
+
+def _statistics(groups, samples, rewards, lengths, prompts) -> dict[str, float]:
+    metrics: dict[str, float] = {
+        "batch_size": float(len(groups)),
+        "training_samples": float(len(samples)),
+        "training_tokens": float(sum(len(s.input_ids) for s in samples)),
+    }
+    for name, values in (("rewards", rewards), ("response_len", lengths), ("prompt_len", prompts)):
+        if not values:
+            continue
+        mean = sum(values) / len(values)
+        metrics[f"{name}/mean"] = mean
+        metrics[f"{name}/min"], metrics[f"{name}/max"] = float(min(values)), float(max(values))
+        if name == "response_len":
+            metrics[f"{name}/std"] = math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
+    return metrics

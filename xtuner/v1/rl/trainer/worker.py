@@ -1,0 +1,279 @@
+"""One rank of the policy update."""
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xtuner.v1.config import FSDPConfig
+from xtuner.v1.data_proto import PackedBatch
+from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
+from xtuner.v1.rl.loss import mismatch_metrics, rollout_is_weights
+from xtuner.v1.rl.weight_update import push_in_process
+from xtuner.v1.utils.device import (
+    keep_freed_memory,
+    memory_gib,
+    resolve_device,
+    seed_everything,
+    set_deterministic,
+    synchronize,
+)
+
+from .config import WorkerConfig
+from .reduce import reduce_metrics
+
+
+@dataclass(slots=True)
+class FitResult:
+    """What one rank's part of a train step gave."""
+
+    optimizer_steps: list[dict[str, float]]
+    """Metrics of each optimizer step, reduced over ranks."""
+    metrics: dict[str, float]
+    """Metrics of the train step, reduced over ranks."""
+    train_logprobs: dict[int, list[float]]
+    """By rollout id: log-probs of this rank's trained tokens before the update."""
+    warnings: list[str] = field(default_factory=list)
+
+
+class TrainingWorker:
+    """Holds this rank's shard of the policy (and of the reference model), and updates it.
+
+    Constructed cheaply anywhere; `setup` touches the device.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        rank: int,
+        world_size: int,
+        accelerator: str,
+        total_optimizer_steps: int,
+        seed: int,
+        deterministic: bool = False,
+    ):
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.accelerator, self.total_optimizer_steps = accelerator, total_optimizer_steps
+        self.seed, self.deterministic = seed, deterministic
+        self.consecutive_skips = self.total_skips = 0
+
+    # ---------------------------------------------------------------- set-up
+
+    def rendezvous(self) -> str:
+        """Address at which all ranks meet; asked of rank 0."""
+        import socket
+
+        host = socket.gethostbyname(socket.gethostname()) if self.world_size > 1 else "127.0.0.1"
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def setup(self, address: str | None = None) -> None:
+        """Join the other ranks, build the model and load the initial weights."""
+        keep_freed_memory()
+        seed_everything(self.seed)
+        set_deterministic(self.deterministic)
+        self.device = resolve_device(self.accelerator)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            backend = "gloo" if self.device.type == "cpu" else "nccl"
+            where: dict[str, Any] = {"init_method": address} if self.world_size > 1 else {"store": dist.HashStore()}
+            dist.init_process_group(
+                backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(minutes=30), **where
+            )
+        cfg = self.config
+        self.engine = TrainEngine(
+            cfg.model_cfg,
+            cfg.fsdp_cfg,
+            device=self.device,
+            optim_cfg=cfg.optim_cfg,
+            lr_cfg=cfg.lr_cfg,
+            total_optimizer_steps=self.total_optimizer_steps,
+            chunk_size=cfg.loss_cfg.logprob_chunk_size(),
+        )
+        self.engine.load_hf(cfg.load_from)
+        self.reference = self._build_reference() if cfg.loss_cfg.use_kl_loss else None
+
+    def _build_reference(self) -> TrainEngine:
+        cfg = self.config
+        frozen = {"recompute_ratio": 0.0, "requires_grad": False, "cpu_offload": False}
+        fsdp_cfg = cfg.ref_model_fsdp_cfg or FSDPConfig(**(cfg.fsdp_cfg.model_dump() | frozen))
+        reference = TrainEngine(
+            cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size()
+        )
+        reference.load_hf(cfg.ref_load_from or cfg.load_from)
+        reference.offload()
+        return reference
+
+    # ---------------------------------------------------------------- the update
+
+    def fit(self, slices: list[list[PackedBatch]], train_step: int) -> FitResult:
+        """One train step: every slice is one optimizer step over its packs.
+
+        Old log-probs are those of the weights before the first update. With one slice (and no rollout
+        correction) they are the ones of the training forward itself; else one forward without gradients gives
+        them. All ranks hold equally many packs a slice.
+        """
+        with self._profiled(train_step):
+            return self._fit([[pack.to(self.device) for pack in packs] for packs in slices])
+
+    def _fit(self, slices: list[list[PackedBatch]]) -> FitResult:
+        start = time.perf_counter()
+        loss_cfg = self.config.loss_cfg
+        packs = [pack for part in slices for pack in part]
+        old: dict[int, Tensor] = {}
+        if len(slices) > 1 or loss_cfg.needs_old_logprobs:
+            old = {id(pack): self.engine.logprobs(pack) for pack in packs}
+        references = self._reference_logprobs(packs)
+        result = FitResult([], {}, {})
+        seen: dict[int, Tensor] = dict(old)
+        for part in slices:
+            metrics = self._update(part, old, references, seen, result)
+            result.optimizer_steps.append(metrics)
+        result.metrics |= self._mismatch(packs, seen)
+        for pack in packs:
+            _by_rollout(pack, seen[id(pack)], result.train_logprobs)
+        synchronize(self.device)
+        result.metrics["training_s"] = time.perf_counter() - start
+        result.metrics["skipped_updates"] = float(self.total_skips)
+        return result
+
+    def _update(
+        self,
+        packs: list[PackedBatch],
+        old: dict[int, Tensor],
+        references: dict[int, Tensor],
+        seen: dict[int, Tensor],
+        result: FitResult,
+    ) -> dict[str, float]:
+        """Forward and backward of every pack, one optimizer step. Fills `seen` with log-probs before it."""
+        loss_cfg = self.config.loss_cfg
+        numerators, corrections = [], {}
+        for pack in packs:
+            u = loss_cfg.token_weights(pack.sample_index, len(pack.rollout_ids))
+            if loss_cfg.needs_old_logprobs and pack.rollout_logprobs is not None:
+                is_weights, keep, is_metrics = rollout_is_weights(
+                    loss_cfg.rollout_is, old[id(pack)], pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids)
+                )
+                u = u * keep
+                corrections[id(pack)] = (is_weights, is_metrics)
+            numerators.append(u)
+        total = torch.stack([u.sum() for u in numerators]).sum()
+        dist.all_reduce(total)
+        total = total.clamp_min(torch.finfo(torch.float32).tiny)
+        rows = []
+        tokens = 0
+        for pack, u in zip(packs, numerators, strict=True):
+            logprobs, _ = self.engine.forward(pack)
+            key = id(pack)
+            seen.setdefault(key, logprobs.detach())
+            weights = u / total
+            is_weights, is_metrics = corrections.get(key, (None, {}))
+            loss, metrics = loss_cfg.policy_loss(
+                logprobs, old.get(key, logprobs.detach()), pack.advantages, weights,
+                ref_logprobs=references.get(key), is_weights=is_weights,
+            )  # fmt: skip
+            self.engine.backward(loss)
+            rows.append(metrics | is_metrics | {"loss": loss.detach(), "tokens": u.new_tensor(pack.num_targets)})
+            tokens += pack.input_ids.numel()
+        step = self.engine.step()
+        if step.skipped:
+            self.consecutive_skips += 1
+            self.total_skips += 1
+            result.warnings.append(f"optimizer step {self.engine.optimizer_step} skipped: {step.skipped}")
+            if self.consecutive_skips >= self.config.max_consecutive_skips:
+                raise RuntimeError(
+                    f"{self.consecutive_skips} updates in a row were skipped (last: {step.skipped}). "
+                    "Lower the learning rate, or look at the rewards and log-probs of the last trajectories."
+                )
+        else:
+            self.consecutive_skips = 0
+        reduced = reduce_metrics(rows, self.device)
+        return reduced | {
+            "grad_norm": step.grad_norm,
+            "lr": step.lr,
+            "skipped": float(step.skipped is not None),
+            "step_consumed_tokens": float(tokens),
+            **memory_gib(self.device),
+        }
+
+    def _reference_logprobs(self, packs: list[PackedBatch]) -> dict[int, Tensor]:
+        if self.reference is None:
+            return {}
+        self.reference.onload(optimizer=False)
+        out = {id(pack): self.reference.logprobs(pack) for pack in packs}
+        self.reference.offload()
+        return out
+
+    def _mismatch(self, packs: list[PackedBatch], seen: dict[int, Tensor]) -> dict[str, float]:
+        """How far the engine's log-probs are from the trainer's, and sampled-token entropy on both sides."""
+        rows = []
+        for pack in packs:
+            train = seen[id(pack)]
+            row = {"entropy/train": -train.sum(), "tokens": train.new_tensor(pack.num_targets)}
+            if pack.rollout_logprobs is not None:
+                row["entropy/rollout"] = -pack.rollout_logprobs.sum()
+                row |= mismatch_metrics(train, pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids))
+            rows.append(row)
+        return reduce_metrics(rows, self.device)
+
+    def _profiled(self, train_step: int):
+        from contextlib import nullcontext
+
+        wanted = self.config.profile_step
+        steps = [wanted] if isinstance(wanted, int) else (wanted or [])
+        if train_step not in steps or not (self.config.profile_time or self.config.profile_memory):
+            return nullcontext()
+        from torch.profiler import profile
+
+        folder = Path(self.config.log_dir or ".") / "profiling"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"train-step-{train_step}-rank-{self.rank}.json"
+        return profile(
+            profile_memory=self.config.profile_memory,
+            on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+        )
+
+    # ---------------------------------------------------------------- weights, memory, disk
+
+    async def push_weights(self, target: str, version: int) -> None:
+        """Give the rollout worker `target` of this process the current weights."""
+        await push_in_process(self.engine, target, version, self.config.bucket_bytes())
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def save_checkpoint(self, folder: str, with_optimizer: bool = True) -> None:
+        save_train_state(self.engine, Path(folder), with_optimizer)
+
+    def load_checkpoint(self, folder: str, with_optimizer: bool = True, with_schedule: bool = True) -> None:
+        load_train_state(self.engine, Path(folder), with_optimizer)
+        if not with_schedule:
+            self.engine.optimizer_step = 0
+
+    def save_hf(self, folder: str, dtype: str) -> None:
+        from xtuner.v1.config import parse_dtype
+
+        self.engine.save_hf(Path(folder), self.config.load_from, parse_dtype(dtype))
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _by_rollout(pack: PackedBatch, logprobs: Tensor, out: dict[int, list[float]]) -> None:
+    counts = torch.bincount(pack.sample_index, minlength=len(pack.rollout_ids)).tolist()
+    if not pack.rollout_ids:
+        return
+    for rollout_id, values in zip(pack.rollout_ids, logprobs.detach().cpu().split(counts), strict=True):
+        out[rollout_id] = values.tolist()

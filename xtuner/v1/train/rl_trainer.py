@@ -1,0 +1,178 @@
+"""The configuration of a colocated GRPO run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from xtuner.v1.config import XTunerConfig
+from xtuner.v1.rl.advantage import BaseAdvantageConfig, GRPOAdvantageConfig
+from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
+from xtuner.v1.rl.evaluator import EvaluatorConfig
+from xtuner.v1.rl.replay_buffer import SyncReplayBufferConfig
+from xtuner.v1.rl.rollout.config import RolloutConfig
+from xtuner.v1.rl.trainer import WorkerConfig
+from xtuner.v1.rl.utils import AcceleratorResourcesConfig
+
+if TYPE_CHECKING:
+    from .colocate import RLColocateTrainer
+
+
+class LoadCheckpointConfig(XTunerConfig):
+    """What to take from a checkpoint."""
+
+    checkpoint_path: str | Path | None = None
+    """A `ckpt-step-N` folder. None: start from `load_from`, or with `auto_resume` from the newest checkpoint."""
+    load_optimizer_states: bool = True
+    """Continue with the saved moments."""
+    load_optimizer_args: bool = True
+    """Kept for compatibility: learning rate, betas and the like always come from the configuration."""
+    load_dataset: bool = True
+    """Continue with the next unused prompts."""
+    load_scheduler: bool = True
+    """Continue the learning-rate schedule; False starts it again."""
+    offload_optimizer_first_step: bool = False
+    """Kept for compatibility: moments are always in host memory between the steps of a GPU run."""
+
+    @model_validator(mode="after")
+    def _fixed(self) -> "LoadCheckpointConfig":
+        if not self.load_optimizer_args or self.offload_optimizer_first_step:
+            raise ValueError(
+                "load_checkpoint_cfg: load_optimizer_args=False and offload_optimizer_first_step=True have no "
+                "meaning here; remove them."
+            )
+        return self
+
+
+class TraceConfig(XTunerConfig):
+    """OpenTelemetry tracing of rollouts; not offered by this version."""
+
+    enabled: Literal[False] = False
+    """Must be False."""
+
+
+class RLColocateTrainerConfig(XTunerConfig):
+    """Rollout and training in turn on the same devices: `RLColocateTrainerConfig(...).build().fit()`."""
+
+    resources: AcceleratorResourcesConfig
+    """Devices and workers."""
+    train_worker_cfg: WorkerConfig
+    """Model, optimizer, loss."""
+    rollout_config: RolloutConfig
+    """Inference engine."""
+    tokenizer_path: str | Path
+    """Hugging Face folder of the tokenizer."""
+    replay_buffer_config: SyncReplayBufferConfig = Field(default_factory=SyncReplayBufferConfig)
+    """Where finished groups wait."""
+    agent_loop_manager_cfg: AgentLoopManagerConfig
+    """Training tasks: data, loop, judge."""
+    eval_agent_loop_manager_cfg: AgentLoopManagerConfig | None = None
+    """Evaluation tasks; needed while `enable_evaluate` is True."""
+    evaluator_config: EvaluatorConfig | None = None
+    """How to evaluate; needed while `enable_evaluate` is True."""
+    load_from: str | Path
+    """Hugging Face folder of the initial weights."""
+    total_train_steps: int | None = Field(None, gt=0)
+    """Train steps. Wins over `total_epochs` if both are given (a log line says so)."""
+    total_epochs: int | None = Field(None, gt=0)
+    """Passes over the prompts: steps = prompts // train_batch_size * epochs."""
+    train_batch_size: int = Field(gt=0)
+    """Groups (prompts) a train step."""
+    advantage_estimator_config: SerializeAsAny[BaseAdvantageConfig] = Field(default_factory=GRPOAdvantageConfig)
+    """How rewards of a group become advantages."""
+    sync_weights_interval: int = Field(1, gt=0)
+    """Push weights to the engine every so many train steps. Above 1 rollouts come from older weights."""
+    enable_evaluate: bool = True
+    """Evaluate every `evaluate_step` steps."""
+    enable_initial_evaluate: bool = False
+    """Also evaluate the initial weights (only with `enable_evaluate`)."""
+    evaluate_step: int = Field(1, gt=0)
+    """A multiple of `sync_weights_interval`."""
+    work_dir: Path | str | None = None
+    """Runs are folders in it. None: ./work_dirs"""
+    auto_resume: bool = False
+    """Continue the newest run of `work_dir` from its newest complete checkpoint; a new run if there is none."""
+    load_checkpoint_cfg: LoadCheckpointConfig = Field(default_factory=LoadCheckpointConfig)
+    """Resume from a named checkpoint, and what to take from it."""
+    checkpoint_interval: int | None = -1
+    """Save a checkpoint every so many steps; -1 or None: none."""
+    checkpoint_maxkeep: int | None = -1
+    """Newest checkpoints to keep; -1 or None: all."""
+    hf_interval: int | None = -1
+    """Export a Hugging Face folder every so many steps; the last step is exported in any case."""
+    hf_max_keep: int | None = -1
+    """Newest exports to keep; -1 or None: all."""
+    save_final_hf: bool = True
+    """Export the final model to `<run>/hf/hf-step-<last>`."""
+    checkpoint_no_save_optimizer: bool = False
+    """Checkpoints without moments: smaller, but training restarts its statistics."""
+    checkpoint_no_save_replay_buffer: bool = False
+    """Checkpoints without waiting groups."""
+    log_dir: str | Path | None = None
+    """Logs and metrics. None: <run>/logs"""
+    seed: int = 42
+    """Of everything random in the run."""
+    deterministic: bool = False
+    """Same configuration, same bits."""
+    debug_rollout: bool = False
+    """Only rollouts; every step is saved to `debug_rollout_dir`."""
+    debug_train: bool = False
+    """Only training, on the rollouts saved in `debug_rollout_dir`."""
+    debug_rollout_dir: str | Path | None = None
+    """Needed by either debug mode."""
+    skip_checkpoint_validation: bool = False
+    """Kept for compatibility; checkpoints are always checked."""
+    exp_tracker: Literal["tensorboard", "jsonl"] = "tensorboard"
+    """`tensorboard`: event files beside metrics.jsonl, which is always written."""
+    trace_config: TraceConfig = Field(default_factory=TraceConfig)
+    """Tracing."""
+    launcher: Literal["auto", "local", "ray"] = "auto"
+    """`local`: everything in this process, one worker. `ray`: actors. `auto`: local for one worker."""
+
+    @field_validator("checkpoint_interval", "checkpoint_maxkeep", "hf_interval", "hf_max_keep")
+    @classmethod
+    def _positive_or_off(cls, value: int | None) -> int | None:
+        if value is not None and value != -1 and value <= 0:
+            raise ValueError(f"{value} is not allowed: give a positive number, or -1 for off.")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RLColocateTrainerConfig":
+        if self.total_train_steps is None and self.total_epochs is None and not self.debug_train:
+            raise ValueError("set total_train_steps or total_epochs: without one of them the run has no end.")
+        every = self.sync_weights_interval
+        intervals = {"checkpoint_interval": self.checkpoint_interval, "hf_interval": self.hf_interval}
+        if self.enable_evaluate:
+            intervals["evaluate_step"] = self.evaluate_step
+        for name, value in intervals.items():
+            if value not in (None, -1) and value % every:  # type: ignore[operator]
+                raise ValueError(
+                    f"{name}={value} must be a multiple of sync_weights_interval={every}; "
+                    f"use {every * max(1, round(value / every))}."  # type: ignore[operator]
+                )
+        if self.debug_rollout and self.debug_train:
+            raise ValueError("debug_rollout and debug_train exclude each other; set one of them.")
+        if (self.debug_rollout or self.debug_train) and self.debug_rollout_dir is None:
+            raise ValueError("debug_rollout and debug_train need debug_rollout_dir.")
+        if self.skip_checkpoint_validation:
+            raise ValueError("skip_checkpoint_validation=True: checkpoints are always checked; remove it.")
+        return self
+
+    def check(self) -> list[str]:
+        """What files and numbers tell before any device is touched; an empty list if the run can start."""
+        from .checks import check_run
+
+        return check_run(self)
+
+    def build(self) -> "RLColocateTrainer":
+        """Check, start the workers and load the weights. This configuration is not changed.
+
+        Raises:
+            ValueError: what `check` finds, all of it at once.
+            RuntimeError: a device, an engine or Ray cannot be had.
+        """
+        from .colocate import RLColocateTrainer
+
+        if problems := self.check():
+            raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
+        return RLColocateTrainer(self.model_copy(deep=True))
