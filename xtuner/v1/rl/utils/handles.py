@@ -4,11 +4,15 @@ import inspect
 from typing import Any, Protocol
 
 
+class WorkerLostError(RuntimeError):
+    """The process of a worker is gone, or cannot be reached."""
+
+
 class Handle(Protocol):
     """A worker that may be in this process or in another. Handles can be sent to other workers."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run `worker.method(*args, **kwargs)` (plain or async) and return its result or raise its exception."""
+        """Run `worker.method(*args, **kwargs)`, plain or async; return its result or raise its exception."""
 
 
 class LocalHandle:
