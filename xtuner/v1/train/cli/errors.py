@@ -1,0 +1,79 @@
+"""What a user's mistake looks like on the screen."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+_SECRET = re.compile(r"(^|_)(api_?key|secret|password|token)s?$", re.IGNORECASE)
+_UNION_MEMBERS = {"str", "int", "float", "bool", "none", "dict", "list", "callable", "path", "url"}
+_MAX_VALUE_CHARS = 80
+HIDDEN = "(hidden)"
+"""Stands for a secret value; the source line that may hold it is not quoted either."""
+
+
+class UserError(Exception):
+    """A mistake in what the user wrote or asked for. Shown without a traceback; the exit code is 2."""
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """The nearest valid name, if one is near, and all of them."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return f"{hint}Valid here: {', '.join(names)}."
+
+
+def join_path(parts: Iterable[Any]) -> str:
+    return ".".join(str(part) for part in parts)
+
+
+def validation_lines(error: "ValidationError", under: tuple[str | int, ...] = ()) -> list[str]:
+    """One line for each thing that is wrong: field, value, reason. `under` is the path of the model."""
+    return [
+        _line((*under, *clean_loc(item["loc"])), item, error.title)
+        for item in error.errors(include_url=False, include_context=False)
+    ]
+
+
+def clean_loc(loc: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """Field names, keys and indices, without the tags that pydantic adds for a union's members."""
+    models = _model_classes()
+    return tuple(p for p in loc if isinstance(p, int) or not (p in models or p in _UNION_MEMBERS or "[" in p))
+
+
+def _line(path: tuple[str | int, ...], item: Any, title: str) -> str:
+    name = join_path(path)
+    reason = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if item["type"] == "missing":
+        return f"{name}: required and not given"
+    if item["type"] == "extra_forbidden":
+        model = _model_classes().get(title) if len(item["loc"]) == 1 else None
+        hint = did_you_mean(str(item["loc"][-1]), model.model_fields) if model else ""
+        return f"{name}: no such field. {hint}".rstrip()
+    if not item["loc"]:  # a rule between fields: its message names them, the input would be the whole config
+        return f"{name}: {reason}" if name else reason
+    return f"{name} = {show_value(path[-1] if path else '', item['input'])}: {reason}"
+
+
+def show_value(name: str | int, value: Any) -> str:
+    """`repr` of the value, shortened; a secret is never shown."""
+    if _SECRET.search(str(name)):
+        return HIDDEN
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
+
+
+def _model_classes() -> dict[str, Any]:
+    from pydantic import BaseModel
+
+    found: dict[str, Any] = {}
+    queue: list[Any] = [BaseModel]
+    while queue:
+        for cls in queue.pop().__subclasses__():
+            found[cls.__name__] = cls
+            queue.append(cls)
+    return found

@@ -1,0 +1,99 @@
+"""One run's process: signals, and an exit code that tells the truth."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from .errors import UserError
+
+FINISHED, FAILED, USER_MISTAKE = 0, 1, 2
+_STOPPING = [s for s in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if s is not None]
+
+
+class StopSignals:
+    """Makes SIGTERM and SIGHUP shut the run down as Ctrl-C does, and remembers which one it was."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def arm(self) -> None:
+        """Install the handlers (again: a library that is imported on the way may have replaced them)."""
+        for signum in _STOPPING:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+                signal.signal(signum, self._stop)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        interrupt: Any = signal.getsignal(
+            signal.SIGINT
+        )  # python's, or the one of the event loop that is running
+        if callable(interrupt):
+            interrupt(signal.SIGINT, frame)
+        else:
+            raise KeyboardInterrupt
+
+    def exit_code(self) -> int:
+        return 128 + (self.received or signal.SIGINT)
+
+
+def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int:
+    """Run `body` and return the exit code.
+
+    0 only if it came to its end, 1 if it failed, 2 for a user's mistake, 128 + signal if it was stopped.
+    """
+    debug = debug or os.environ.get("XTUNER_DEBUG", "0") not in ("", "0")
+    signals = StopSignals()
+    signals.arm()
+    try:
+        body(signals)
+        return FINISHED
+    except UserError as error:
+        return _mistake(str(error), debug)
+    except KeyboardInterrupt:
+        return _stopped(signals)
+    except SystemExit as error:
+        if (
+            signals.received is not None or error.code == signal.SIGTERM
+        ):  # ray's own handler exits with the signal
+            signals.received = signals.received or signal.SIGTERM
+            return _stopped(signals)
+        return _failed(f"the run was ended from inside by sys.exit({error.code!r})")
+    except Exception as error:
+        if _while_stopping(error):
+            traceback.print_exc()
+            return _stopped(signals)
+        return _failed(f"{type(error).__name__}: {error}")
+
+
+def _mistake(text: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"Error: {text}", file=sys.stderr)
+    return USER_MISTAKE
+
+
+def _stopped(signals: StopSignals) -> int:
+    name = signal.Signals(signals.received or signal.SIGINT).name
+    print(f"Stopped by {name}; the run is not finished.", file=sys.stderr)
+    return signals.exit_code()
+
+
+def _failed(text: str) -> int:
+    """A failed run is reported with its traceback, in the run's log file too."""
+    from xtuner.v1.utils import get_logger
+
+    get_logger().exception("The run failed.")
+    print(f"Run failed: {text}", file=sys.stderr)
+    return FAILED
+
+
+def _while_stopping(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False
