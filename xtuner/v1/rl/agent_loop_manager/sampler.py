@@ -1,0 +1,97 @@
+"""From prompts to groups of samples to be generated."""
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from xtuner.v1.config.base import XTunerConfig
+from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.datasets.config import DataloaderConfig
+
+if TYPE_CHECKING:
+    from xtuner.v1.datasets.dataloader import PromptDataloader
+
+
+def make_group(
+    prompt: RolloutState, size: int, group_id: int, first_rollout_id: int, task_name: str
+) -> list[RolloutState]:
+    """`size` samples of one prompt. They share its messages and token ids, which nobody changes."""
+    return [
+        prompt.model_copy(
+            update={
+                "group_id": group_id,
+                "rollout_id": first_rollout_id + i,
+                "uid": first_rollout_id + i,
+                "task_name": task_name,
+                "extra_fields": dict(prompt.extra_fields),
+            }
+        )
+        for i in range(size)
+    ]
+
+
+class Sampler:
+    """Gives the next prompt as a group of K samples, for ever.
+
+    `group_id` and `rollout_id` never repeat in a run, over epochs, resumes and tasks. With one task
+    `group_id` counts from 0 and `rollout_id` is `group_id * K + i`. Of T tasks, task t has the groups
+    t, t + T, t + 2T, and so on, and K is the largest of all tasks.
+    """
+
+    def __init__(
+        self,
+        dataloader: "PromptDataloader",
+        prompt_repeat_k: int,
+        task_name: str,
+        task_index: int = 0,
+        num_tasks: int = 1,
+        id_stride: int | None = None,
+    ):
+        self.dataloader = dataloader
+        self.prompt_repeat_k = prompt_repeat_k
+        self.task_name = task_name
+        self.num_groups = 0
+        self._task_index, self._num_tasks = task_index, num_tasks
+        self._id_stride = id_stride or prompt_repeat_k
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self.dataloader)
+
+    def sample(self) -> list[RolloutState]:
+        """The next prompt, K times."""
+        prompt = self.dataloader.next()
+        group_id = self.num_groups * self._num_tasks + self._task_index
+        self.num_groups += 1
+        return make_group(prompt, self.prompt_repeat_k, group_id, group_id * self._id_stride, self.task_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data and the running count, as JSON values."""
+        return {"num_groups": self.num_groups, "dataloader": self.dataloader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the group that would have come next."""
+        self.dataloader.load_state_dict(state["dataloader"])
+        self.num_groups = state["num_groups"]
+
+
+class SamplerConfig(XTunerConfig):
+    """Which prompts, and how many responses to each."""
+
+    dataloader_cfg: DataloaderConfig
+    """The prompts."""
+    prompt_repeat_k: int = Field(1, ge=1)
+    """Responses to each prompt (K). Training compares siblings: at least 2. Evaluation: for pass@k."""
+
+    def build(
+        self,
+        tokenizer: Any,
+        seed: int,
+        task_name: str,
+        task_index: int = 0,
+        num_tasks: int = 1,
+        id_stride: int | None = None,
+    ) -> Sampler:
+        """Load the prompts; `seed` orders them."""
+        dataloader = self.dataloader_cfg.build(tokenizer, seed=seed)
+        return Sampler(dataloader, self.prompt_repeat_k, task_name, task_index, num_tasks, id_stride)

@@ -1,0 +1,244 @@
+"""Evaluation: the same prompts every time, every sample in the denominator."""
+
+import asyncio
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from xtuner.v1.config.base import XTunerConfig
+from xtuner.v1.data_proto import RolloutState, Status, reset_response
+from xtuner.v1.rl.agent_loop import reward_score
+from xtuner.v1.rl.agent_loop.concurrency import cancel_all
+from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
+from xtuner.v1.rl.replay_buffer import Group
+from xtuner.v1.utils import get_logger
+
+logger = get_logger()
+
+EVAL_ID_BASE = 10**12
+"""First group and rollout id of evaluation; training counts from 0."""
+_ITEM_KEYS = ("id", "task_id", "problem_idx", "case_id")
+_PASS_AT = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(slots=True)
+class EvalResult:
+    """One evaluation."""
+
+    metrics: dict[str, float]
+    """By name without the `eval/` of the tracker."""
+    states: list[RolloutState]
+    """All samples: tasks in their order, prompts in file order, then the repeats."""
+
+
+class EvaluatorConfig(XTunerConfig):
+    """How much to evaluate and which numbers to report."""
+
+    eval_sample_ratio: float = Field(0, ge=0, le=1)
+    """Share of each task's prompts, from the first. 0: not used."""
+    eval_sample_num: int = Field(0, ge=0)
+    """Number of prompts of each task, from the first. 0: not used. Neither of the two: all prompts."""
+    compute_metric_func: Callable[[list[RolloutState]], dict[str, float]] | None = Field(None, exclude=True)
+    """Gets all samples, failed and unjudged ones too; returns metrics by name. None: `default_metrics`."""
+    eval_timeout: float | None = Field(7200.0, gt=0)
+    """Seconds an evaluation may take; what is not finished then counts as failed. None: no limit."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> "EvaluatorConfig":
+        if self.eval_sample_ratio and self.eval_sample_num:
+            raise ValueError(
+                f"eval_sample_ratio={self.eval_sample_ratio} and eval_sample_num={self.eval_sample_num} "
+                "contradict each other; set one of them."
+            )
+        return self
+
+    def build(self, eval_manager: AgentLoopManager) -> "Evaluator":
+        """An evaluator over all tasks of `eval_manager`, whatever their weights.
+
+        Raises:
+            ValueError: the ratio selects no prompt of a task.
+        """
+        return Evaluator(self, eval_manager)
+
+
+class Evaluator:
+    """Scores the first prompts of each task, always the same ones with the same ids, hence the same seeds."""
+
+    def __init__(self, config: EvaluatorConfig, manager: AgentLoopManager):
+        self._config = config
+        self._manager = manager
+        self.num_prompts = {
+            task.name: self._num_prompts(task.name, len(task.sampler)) for task in manager.tasks
+        }
+        """Prompts of each task that an evaluation scores."""
+
+    def _num_prompts(self, task_name: str, available: int) -> int:
+        wanted, ratio = self._config.eval_sample_num, self._config.eval_sample_ratio
+        if wanted > available:
+            logger.warning(
+                f"evaluation task {task_name!r} has {available} prompts, fewer than "
+                f"eval_sample_num={wanted}: all are used."
+            )
+        num = min(wanted, available) if wanted else int(available * ratio) if ratio else available
+        if num == 0:
+            raise ValueError(
+                f"evaluation task {task_name!r}: eval_sample_ratio={ratio} of {available} prompts is none; "
+                "raise it."
+            )
+        return num
+
+    async def evaluate(self, train_step: int, model_step: int) -> EvalResult:
+        """Generate and score all samples with the weights of `model_step`.
+
+        A sample that failed, was aborted or could not be judged stays in the list and counts as wrong.
+
+        Raises:
+            RuntimeError: an answer came from other weights than `model_step`.
+        """
+        async with self._manager.generating():
+            states = await self._generate()
+        check_weight_versions(states, model_step)
+        metrics = self._metrics(states)
+        if metrics["failed"] or metrics["judge_errors"]:
+            logger.warning(
+                f"evaluation at step {train_step}: of {len(states)} samples {metrics['failed']:.0f} failed "
+                f"and {metrics['judge_errors']:.0f} could not be judged; they count as wrong."
+            )
+        return EvalResult(metrics, states)
+
+    async def _generate(self) -> list[RolloutState]:
+        running: list[tuple[Group, asyncio.Task[Group]]] = []
+        stride = max(task.sampler.prompt_repeat_k for task in self._manager.tasks)
+        for task in self._manager.tasks:
+            for index in range(self.num_prompts[task.name]):
+                offset, prompt = len(running), task.sampler.dataloader[index]
+                group_id, rollout_id = EVAL_ID_BASE + offset, EVAL_ID_BASE + offset * stride
+                group = make_group(prompt, task.sampler.prompt_repeat_k, group_id, rollout_id, task.name)
+                running.append((group, asyncio.create_task(task.agent_loop.generate_group(group))))
+        tasks = [task for _, task in running]
+        try:
+            await asyncio.wait(tasks, timeout=self._config.eval_timeout, return_when=asyncio.FIRST_EXCEPTION)
+            late = {task for task in tasks if not task.done()}
+            for task in tasks:
+                if task not in late:
+                    task.result()
+        finally:
+            await cancel_all(tasks)
+        groups = [self._give_up(group) if task in late else task.result() for group, task in running]
+        return [state for group in groups for state in group]
+
+    def _give_up(self, group: Group) -> Group:
+        for state in group:
+            reset_response(state)
+            state.status = Status.ABORTED
+            state.error_msg = f"not finished after eval_timeout={self._config.eval_timeout} s"
+        return group
+
+    def _metrics(self, states: list[RolloutState]) -> dict[str, float]:
+        counts = outcome_counts(states)
+        if self._config.compute_metric_func is None:
+            return default_metrics(states) | counts
+        metrics = self._config.compute_metric_func(states)
+        try:
+            return {name: float(value) for name, value in metrics.items()} | counts
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"compute_metric_func must return a dict of name to number, got {metrics!r}."
+            ) from error
+
+
+def outcome_counts(states: list[RolloutState]) -> dict[str, float]:
+    """How many samples there are, failed to complete, and completed but could not be judged."""
+    completed = [state for state in states if state.status == Status.COMPLETED]
+    return {
+        "samples": float(len(states)),
+        "failed": float(len(states) - len(completed)),
+        "judge_errors": float(sum(reward_score(state) is None for state in completed)),
+    }
+
+
+def default_metrics(states: list[RolloutState]) -> dict[str, float]:
+    """Accuracy, pass@k where prompts repeat, and the shape of the answers.
+
+    With several tasks the same scores also stand under `task/<name>/`, with several data sources under
+    `<source>/`.
+    """
+    metrics = _scores(states) | _shape(states)
+    by_task, by_source = defaultdict(list), defaultdict(list)
+    for state in states:
+        by_task[f"task/{state.task_name}"].append(state)
+        by_source[_source(state)].append(state)
+    for split in (by_task, by_source):
+        if len(split) > 1:
+            for prefix, part in sorted(split.items()):
+                metrics |= {f"{prefix}/{name}": value for name, value in _scores(part).items()}
+    return metrics
+
+
+def _scores(states: list[RolloutState]) -> dict[str, float]:
+    correct = [(reward_score(state) or 0.0) > 0 for state in states]
+    metrics = {"accuracy": sum(correct) / len(correct) if correct else 0.0}
+    items: dict[str, list[bool]] = defaultdict(list)
+    for state, right in zip(states, correct, strict=True):
+        items[_item(state)].append(right)
+    if len(items) == len(states):
+        return metrics
+    inferred_k = round(len(states) / len(items))
+    metrics["eval_group_count"] = float(len(items))
+    metrics["eval_attempt_count"] = float(len(states))
+    metrics["eval_inferred_k"] = float(inferred_k)
+    for k in _PASS_AT:
+        if k <= inferred_k:
+            metrics[f"pass@{k}"] = _mean([pass_at_k(len(a), sum(a), min(k, len(a))) for a in items.values()])
+    metrics[f"avg_pass@{inferred_k}"] = _mean([sum(attempts) / len(attempts) for attempts in items.values()])
+    return metrics
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that one of k attempts drawn without replacement from n, of which c are right, is right.
+
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Unbiased for k <= n.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _shape(states: list[RolloutState]) -> dict[str, float]:
+    """Lengths over the samples that have a response; turns where the agent loop counts them."""
+    metrics: dict[str, float] = {}
+    answered = [state for state in states if state.response_ids]
+    if answered:
+        lengths = [float(len(state.response_ids or ())) for state in answered]
+        metrics |= _spread("response_len", lengths)
+        metrics["response_len/cut_share"] = _mean(
+            [float(state.finish_reason == "length") for state in answered]
+        )
+    turns = [
+        float(state.extra_fields["tool_turns"]) for state in states if "tool_turns" in state.extra_fields
+    ]
+    return metrics | (_spread("tool_turns", turns) if turns else {})
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{name}/mean": _mean(values), f"{name}/min": min(values), f"{name}/max": max(values)}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _item(state: RolloutState) -> str:
+    """What makes two samples attempts at the same problem: its id in `reward_model`, else its messages."""
+    label: dict[str, Any] = state.reward_model or {}
+    ids = ({name: label[name]} for name in _ITEM_KEYS if label.get(name) is not None)
+    key: Any = next(ids, state.message)
+    return json.dumps([state.task_name, _source(state), key], sort_keys=True, default=str)
+
+
+def _source(state: RolloutState) -> str:
+    source = state.extra_fields.get("origin_data_source", state.data_source)
+    return "+".join(sorted(source)) if isinstance(source, dict) else str(source)
