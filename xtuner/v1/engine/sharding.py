@@ -31,7 +31,9 @@ def compute_dtype(cfg: FSDPConfig, device: torch.device) -> torch.dtype:
     return cfg.param_dtype if device.type == "cuda" else cfg.cpu_param_dtype
 
 
-def shard_model(model: nn.Module, layers: nn.ModuleList, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
+def shard_model(
+    model: nn.Module, layers: nn.ModuleList, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device
+) -> None:
     """Make every layer an FSDP2 unit and the model the root, in place.
 
     Recomputation and compilation sit inside a unit's forward, so parameter names stay as they are.

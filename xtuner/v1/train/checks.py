@@ -20,7 +20,8 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
                           ("eval_agent_loop_manager_cfg", cfg.eval_agent_loop_manager_cfg)):  # fmt: skip
         if manager is not None:
             for task in manager.task_list():
-                problems += _check_task(cfg, f"{name}.{task.task_name}", task, training=manager is cfg.agent_loop_manager_cfg)
+                training = manager is cfg.agent_loop_manager_cfg
+                problems += _check_task(cfg, f"{name}.{task.task_name}", task, training)
     return problems
 
 

@@ -246,7 +246,7 @@ class RLColocateTrainer:
         if not self.cfg.auto_resume:
             return None
         found = newest_checkpoint(self.run_dir)
-        logger.info(f"auto_resume: {'continuing from ' + str(found) if found else 'no complete checkpoint, from the start'}")
+        logger.info(f"auto_resume: {found or 'no complete checkpoint, starting afresh'}")
         return found
 
     def _restore_driver(self, state: dict[str, Any]) -> None:
@@ -261,8 +261,12 @@ class RLColocateTrainer:
         """Training workers first, with the weights; then engines, which take what memory is left."""
         cfg = self.cfg
         worker_cfg = cfg.train_worker_cfg.model_copy(
-            update={"load_from": cfg.load_from, "log_dir": logs, "seed": cfg.train_worker_cfg.seed or cfg.seed}
-        )
+            update={
+                "load_from": cfg.load_from, "log_dir": logs,
+                "seed": cfg.seed if cfg.train_worker_cfg.seed is None else cfg.train_worker_cfg.seed,
+                "loss_cfg": cfg.train_worker_cfg.loss_cfg.normalized_by(cfg.advantage_estimator_config.loss_max_length),
+            }
+        )  # fmt: skip
         self.export_dtype = _checkpoint_dtype(Path(cfg.load_from))
         self.workers = [
             self.launcher.spawn_on(
@@ -272,8 +276,7 @@ class RLColocateTrainer:
             )
             for rank in range(self.world_size)
         ]  # fmt: skip
-        address = await self.workers[0].call("rendezvous")
-        await self._all("setup", address)
+        await self._all("setup", *self.launcher.rendezvous())
         load = cfg.load_checkpoint_cfg
         if checkpoint is not None:
             await self._all(

@@ -35,7 +35,8 @@ class Experiment:
         else:
             self.path = self._new_folder()
             self.entry = {
-                "exp_dir": str(self.path), "history": [], "checkpoint_list": [], "hf_checkpoint_list": [], "cur_step": 0,
+                "exp_dir": str(self.path), "cur_step": 0,
+                "history": [], "checkpoint_list": [], "hf_checkpoint_list": [],
             }  # fmt: skip
             self.meta["exps"].append(self.entry)
             self.resumed = False

@@ -13,7 +13,16 @@ from torch import Tensor
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.data_proto import PackedBatch
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
-from xtuner.v1.rl.loss import mismatch_metrics, rollout_is_weights
+from xtuner.v1.rl.loss import (
+    BaseRLLossConfig,
+    Metrics,
+    finalize_metrics,
+    merge_metrics,
+    mismatch_metrics,
+    reduce_metrics,
+    rollout_is_weights,
+)
+from xtuner.v1.rl.loss.metrics import mean_of, sum_of
 from xtuner.v1.rl.weight_update import push_in_process
 from xtuner.v1.utils.device import (
     keep_freed_memory,
@@ -25,7 +34,6 @@ from xtuner.v1.utils.device import (
 )
 
 from .config import WorkerConfig
-from .reduce import reduce_metrics
 
 
 @dataclass(slots=True)
@@ -65,17 +73,8 @@ class TrainingWorker:
 
     # ---------------------------------------------------------------- set-up
 
-    def rendezvous(self) -> str:
-        """Address at which all ranks meet; asked of rank 0."""
-        import socket
-
-        host = socket.gethostbyname(socket.gethostname()) if self.world_size > 1 else "127.0.0.1"
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
-
-    def setup(self, address: str | None = None) -> None:
-        """Join the other ranks, build the model and load the initial weights."""
+    def setup(self, host: str, port: int) -> None:
+        """Join the other ranks at `host:port`, build the model and load the initial weights."""
         keep_freed_memory()
         seed_everything(self.seed)
         set_deterministic(self.deterministic)
@@ -84,7 +83,8 @@ class TrainingWorker:
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
             backend = "gloo" if self.device.type == "cpu" else "nccl"
-            where: dict[str, Any] = {"init_method": address} if self.world_size > 1 else {"store": dist.HashStore()}
+            alone: dict[str, Any] = {"store": dist.HashStore()}
+            where = alone if self.world_size == 1 else {"init_method": f"tcp://{host}:{port}"}
             dist.init_process_group(
                 backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(minutes=30), **where
             )
@@ -96,7 +96,7 @@ class TrainingWorker:
             optim_cfg=cfg.optim_cfg,
             lr_cfg=cfg.lr_cfg,
             total_optimizer_steps=self.total_optimizer_steps,
-            chunk_size=cfg.loss_cfg.logprob_chunk_size(),
+            chunk_size=cfg.loss_cfg.logprob_chunk_size,
         )
         self.engine.load_hf(cfg.load_from)
         self.reference = self._build_reference() if cfg.loss_cfg.use_kl_loss else None
@@ -106,7 +106,7 @@ class TrainingWorker:
         frozen = {"recompute_ratio": 0.0, "requires_grad": False, "cpu_offload": False}
         fsdp_cfg = cfg.ref_model_fsdp_cfg or FSDPConfig(**(cfg.fsdp_cfg.model_dump() | frozen))
         reference = TrainEngine(
-            cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size()
+            cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size
         )
         reference.load_hf(cfg.ref_load_from or cfg.load_from)
         reference.offload()
@@ -129,7 +129,7 @@ class TrainingWorker:
         loss_cfg = self.config.loss_cfg
         packs = [pack for part in slices for pack in part]
         old: dict[int, Tensor] = {}
-        if len(slices) > 1 or loss_cfg.needs_old_logprobs:
+        if len(slices) > 1 or loss_cfg.rollout_is.enabled:
             old = {id(pack): self.engine.logprobs(pack) for pack in packs}
         references = self._reference_logprobs(packs)
         result = FitResult([], {}, {})
@@ -155,34 +155,25 @@ class TrainingWorker:
     ) -> dict[str, float]:
         """Forward and backward of every pack, one optimizer step. Fills `seen` with log-probs before it."""
         loss_cfg = self.config.loss_cfg
-        numerators, corrections = [], {}
-        for pack in packs:
-            u = loss_cfg.token_weights(pack.sample_index, len(pack.rollout_ids))
-            if loss_cfg.needs_old_logprobs and pack.rollout_logprobs is not None:
-                is_weights, keep, is_metrics = rollout_is_weights(
-                    loss_cfg.rollout_is, old[id(pack)], pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids)
-                )
-                u = u * keep
-                corrections[id(pack)] = (is_weights, is_metrics)
-            numerators.append(u)
-        total = torch.stack([u.sum() for u in numerators]).sum()
-        dist.all_reduce(total)
-        total = total.clamp_min(torch.finfo(torch.float32).tiny)
-        rows = []
+        corrections = [self._rollout_correction(pack, old) for pack in packs]
+        weighting = [
+            _loss_weights(loss_cfg, pack, keep) for pack, (_, keep, _) in zip(packs, corrections, strict=True)
+        ]
+        divisor = torch.stack([part for _, part in weighting]).sum()
+        dist.all_reduce(divisor)
+        divisor = divisor.clamp_min(torch.finfo(torch.float32).tiny)
+        rows: list[Metrics] = []
         tokens = 0
-        for pack, u in zip(packs, numerators, strict=True):
+        for pack, (is_weights, _, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
             logprobs, _ = self.engine.forward(pack)
-            key = id(pack)
-            seen.setdefault(key, logprobs.detach())
-            weights = u / total
-            is_weights, is_metrics = corrections.get(key, (None, {}))
+            before = seen.setdefault(id(pack), logprobs.detach())
             loss, metrics = loss_cfg.policy_loss(
-                logprobs, old.get(key, logprobs.detach()), pack.advantages, weights,
-                ref_logprobs=references.get(key), is_weights=is_weights,
+                logprobs, old.get(id(pack), before), pack.advantages, (numerators / divisor).float(),
+                ref_logprobs=references.get(id(pack)), is_weights=is_weights,
             )  # fmt: skip
             self.engine.backward(loss)
-            rows.append(metrics | is_metrics | {"loss": loss.detach(), "tokens": u.new_tensor(pack.num_targets)})
-            tokens += pack.input_ids.numel()
+            rows.append(metrics | is_metrics | {"loss": sum_of(loss), "trained_tokens": sum_of(pack.labels.ne(-1))})
+            tokens += pack.input_ids.numel() - pack.num_padding
         step = self.engine.step()
         if step.skipped:
             self.consecutive_skips += 1
@@ -195,14 +186,35 @@ class TrainingWorker:
                 )
         else:
             self.consecutive_skips = 0
-        reduced = reduce_metrics(rows, self.device)
-        return reduced | {
+        return self._reduced(rows) | {
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "skipped": float(step.skipped is not None),
             "step_consumed_tokens": float(tokens),
             **memory_gib(self.device),
         }
+
+    def _rollout_correction(
+        self, pack: PackedBatch, old: dict[int, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None, Metrics]:
+        """Importance weights, the tokens to keep, and their metrics; nothing where no correction is configured."""
+        config = self.config.loss_cfg.rollout_is
+        if not config.enabled:
+            return None, None, {}
+        if pack.rollout_logprobs is None:
+            raise RuntimeError("loss_cfg.rollout_is needs the engine's log-probs, but a sample came without them.")
+        return rollout_is_weights(
+            old[id(pack)], pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids), config
+        )
+
+    def _reduced(self, rows: list[Metrics]) -> dict[str, float]:
+        """Metrics of all packs of all ranks."""
+
+        def all_reduce(values: Tensor, kind: str) -> Tensor:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX)
+            return values
+
+        return finalize_metrics(reduce_metrics(merge_metrics(rows), all_reduce))
 
     def _reference_logprobs(self, packs: list[PackedBatch]) -> dict[int, Tensor]:
         if self.reference is None:
@@ -214,15 +226,16 @@ class TrainingWorker:
 
     def _mismatch(self, packs: list[PackedBatch], seen: dict[int, Tensor]) -> dict[str, float]:
         """How far the engine's log-probs are from the trainer's, and sampled-token entropy on both sides."""
-        rows = []
+        rows: list[Metrics] = []
         for pack in packs:
             train = seen[id(pack)]
-            row = {"entropy/train": -train.sum(), "tokens": train.new_tensor(pack.num_targets)}
+            row = {"entropy/train": mean_of(-train)}
             if pack.rollout_logprobs is not None:
-                row["entropy/rollout"] = -pack.rollout_logprobs.sum()
-                row |= mismatch_metrics(train, pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids))
+                gap = mismatch_metrics(train, pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids))
+                row |= {"entropy/rollout": mean_of(-pack.rollout_logprobs)}
+                row |= {f"mismatch/{name}": value for name, value in gap.items()}
             rows.append(row)
-        return reduce_metrics(rows, self.device)
+        return self._reduced(rows)
 
     def _profiled(self, train_step: int):
         from contextlib import nullcontext
@@ -269,6 +282,16 @@ class TrainingWorker:
     def stop(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _loss_weights(loss_cfg: BaseRLLossConfig, pack: PackedBatch, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Numerators [N] and divisor of a pack; dropped tokens weigh 0 and leave the divisor."""
+    if keep is None:
+        return loss_cfg.loss_weights(pack.sample_index, len(pack.rollout_ids))
+    kept, divisor = loss_cfg.loss_weights(pack.sample_index[keep], len(pack.rollout_ids))
+    numerators = torch.zeros_like(pack.advantages)
+    numerators[keep] = kept
+    return numerators, divisor
 
 
 def _by_rollout(pack: PackedBatch, logprobs: Tensor, out: dict[int, list[float]]) -> None:

@@ -1,0 +1,58 @@
+"""Two gloo processes against one: same gradients, same weights, checkpoints that change ranks."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from xtuner.v1.engine import load_train_state, save_train_state
+
+from .helpers import make_engine, make_samples, packs_of, weights
+
+
+def _train(engine, rank, ranks, steps):
+    for step in range(steps):
+        samples = make_samples(9, seed=step)
+        total = sum(s.num_trained for s in samples)
+        for pack in packs_of(samples, ranks=ranks, length=40)[rank][0]:
+            logprobs, _ = engine.forward(pack)
+            engine.backward(-(pack.advantages * logprobs).sum() / total)
+        engine.step()
+
+
+def _rank(rank: int, world: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    path = Path(folder)
+    engine = make_engine(path / f"m{rank}")
+    _train(engine, rank, world, 2)
+    save_train_state(engine, path / "two")
+    full = weights(engine)
+    from_one = make_engine(path / f"m{rank}")
+    load_train_state(from_one, path / "one")
+    moved = weights(from_one)
+    if rank == 0:
+        torch.save({"trained": full, "from_one": moved}, path / "result.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path):
+    import socket
+
+    one = make_engine(tmp_path / "m")
+    _train(one, 0, 1, 2)
+    save_train_state(one, tmp_path / "one")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.start_processes(_rank, (2, port, str(tmp_path)), nprocs=2, start_method="spawn")
+    result = torch.load(tmp_path / "result.pt", weights_only=True)
+    single = weights(one)
+    for name, tensor in single.items():
+        torch.testing.assert_close(result["trained"][name], tensor, rtol=1e-4, atol=2e-5, msg=name)
+        assert torch.equal(result["from_one"][name], tensor), name
+    back = make_engine(tmp_path / "m")
+    load_train_state(back, tmp_path / "two")
+    for name, tensor in weights(back).items():
+        assert torch.equal(result["trained"][name], tensor), name

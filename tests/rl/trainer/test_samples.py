@@ -1,0 +1,67 @@
+"""Groups become samples with the right labels, advantages and counts."""
+
+import pytest
+
+from xtuner.v1.data_proto import RolloutState, Status
+from xtuner.v1.rl.advantage import GRPOAdvantageConfig
+from xtuner.v1.rl.trainer.samples import build_samples, make_sample
+
+
+def state(rollout_id=0, prompt=(10, 11, 12), response=(20, 21, 22), score=1.0, **kw):
+    fields = dict(
+        message=[], rollout_id=rollout_id, group_id=0, prompt_ids=list(prompt), response_ids=list(response),
+        response="x", logprobs=[-0.1 * (i + 1) for i in range(len(response))], status=Status.COMPLETED,
+        finish_reason="stop", reward={"score": score},
+    )  # fmt: skip
+    return RolloutState(**(fields | kw))
+
+
+def test_layout_of_a_masked_response():
+    sample = make_sample(state(response_mask=[1, 0, 1], logprobs=[0.1, 0.2, 0.3]), 1.5)
+    assert sample.input_ids == [10, 11, 12, 20, 21]
+    assert sample.labels == [-100, -100, 20, -100, 22]
+    assert sample.rollout_logprobs == [0, 0, 0.1, 0, 0.3]
+    assert sample.advantages == [0, 0, 1.5, 0, 1.5]
+
+
+@pytest.mark.parametrize("field", ["logprobs", "response_mask"])
+def test_a_list_of_another_length_is_refused(field):
+    with pytest.raises(ValueError, match=f"2 {field} for 3 response tokens"):
+        make_sample(state(**{field: [1, 1]}), 1.0)
+
+
+def test_unjudged_and_failed_members_take_no_part():
+    group = [
+        state(0, score=1.0),
+        state(1, reward=None, judge_error="timeout"),
+        state(2, score=0.0),
+        state(3, score=0.0),
+        state(4, status=Status.FAILED, response_ids=[]),
+    ]
+    report = build_samples([group], GRPOAdvantageConfig().build(), 100)
+    assert [s.rollout_id for s in report.samples] == [0, 2, 3]
+    assert [round(s.advantages[-1], 3) for s in report.samples] == [1.155, -0.577, -0.577]
+    assert group[1].advantage is None and group[4].advantage is None
+    assert report.dropped == {"not_trainable": 2}
+    assert report.metrics["dropped/not_trainable"] == 2
+
+
+def test_a_sample_longer_than_a_pack_is_counted_not_crashed():
+    group = [state(i, prompt=[1] * 60, response=[2] * n, score=i) for i, n in enumerate((4, 5, 6))]
+    report = build_samples([group], GRPOAdvantageConfig().build(), pack_max_length=64)
+    assert [len(s.input_ids) for s in report.samples] == [63, 64]
+    assert report.dropped == {"longer_than_pack": 1}
+
+
+def test_lengths_and_cut_share_count_response_tokens_only():
+    group = [state(0, [1] * 10, [2] * 3), state(1, [1] * 10, [2] * 9, score=0.0, finish_reason="length")]
+    metrics = build_samples([group], GRPOAdvantageConfig().build(), 64).metrics
+    assert (metrics["response_len/mean"], metrics["response_len/min"], metrics["response_len/max"]) == (6, 3, 9)
+    assert metrics["response_len/cut_share"] == 0.5
+
+
+def test_groups_without_signal_are_counted():
+    groups = [[state(0), state(1)], [state(2), state(3, score=0.0)]]
+    report = build_samples(groups, GRPOAdvantageConfig().build(), 64)
+    assert report.metrics["no_signal_group_share"] == 0.5
+    assert [s.advantages[-1] for s in report.samples[:2]] == [0.0, 0.0]
