@@ -1,0 +1,267 @@
+"""Which engine generates, and how it is fed and watched."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+
+from xtuner.v1.config import TorchDtype, XTunerConfig
+from xtuner.v1.utils import get_logger
+
+if TYPE_CHECKING:
+    from xtuner.v1.rl.utils import Launcher
+
+    from .controller import RolloutController
+
+Backend = Literal["native", "sglang", "lmdeploy", "vllm"]
+BACKENDS: tuple[Backend, ...] = ("native", "sglang", "lmdeploy", "vllm")
+_GIB = 1024**3
+
+_NOT_IN_NATIVE = {
+    "tensor_parallel_size": "every rank holds a whole engine",
+    "data_parallel_size": "every rank holds a whole engine",
+    "expert_parallel_size": "every rank holds a whole engine",
+    "enable_chunked_prefill": "prompts are prefilled whole",
+    "enable_float8": "it computes in `dtype`",
+    "enable_prefix_caching": "siblings share their prompt by themselves, nothing is kept across steps",
+    "enable_return_routed_experts": "it serves dense models",
+    "enable_proxy": "it opens no port",
+    "api_key": "it opens no port",
+    "max_prefill_token_num": "prefill is bounded by the cache",
+    "router_n_groups": "it serves dense models",
+    "fp32_lm_head": "its head computes like the trainer's; logits are float32 always",
+    "extra_rollout_config": "these options belong to other engines",
+}
+"""Options that would change what is generated and that the native engine cannot honour: refused by name."""
+
+_NO_EFFECT_IN_NATIVE = (
+    "model_name", "gpus_per_node", "random_seed", "rollout_cross_node_comm", "dist_port_base", "weight_update_host",
+    "weight_update_port", "checkpoint_name_prefix", "checkpoint_engine_timeout",
+    "checkpoint_engine_sync_after_register", "allow_over_concurrency_ratio", "chunked_prefill_size",
+    "launch_server_method", "session_server_timeout", "max_retry_per_worker", "worker_log_dir",
+    "routed_proxy_url", "routed_proxy_admin_url",
+)  # fmt: skip
+"""Details of a server or of a transport: named in a log line when set."""
+
+
+class RolloutConfig(XTunerConfig):
+    """The rollout engine of every rank."""
+
+    env: str = ""
+    """Free label of the experiment; shown in the log."""
+    backend: Backend | None = None
+    """Engine. None: XTUNER_USE_NATIVE, _SGLANG, _LMDEPLOY or _VLLM = 1 in the environment, else `native`."""
+    device: Literal["GPU", "CPU"] = "GPU"
+    """Kept for compatibility: the engine runs where `resources.accelerator` says."""
+    model_path: str | Path
+    """Hugging Face folder of the model."""
+    model_name: str | None = None
+    """Name under which a server knows the model. None: the model_type of its config.json."""
+    tokenizer_path: str | Path | None = None
+    """Tokenizer of a server. None: `model_path`."""
+    api_key: list[str] | str | None = None
+    """Bearer token(s) of a server."""
+    gpus_per_node: int = Field(8, ge=1)
+    """GPUs of a machine, for engines that span machines."""
+    dtype: TorchDtype = torch.bfloat16
+    """Type of weights, compute and KV cache on a GPU."""
+    cpu_dtype: TorchDtype = torch.float32
+    """The same on a CPU, where bfloat16 is slower than float32 and the trainer computes in float32 too."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU's memory that engine and KV cache may take while the trainer sleeps."""
+    cpu_cache_bytes: int = Field(4 * _GIB, gt=0)
+    """Largest KV cache on a CPU, in bytes (native engine); it grows on demand."""
+    random_seed: int = 1024
+    """Seed of a server. The native engine draws from the trainer's seed and the rollout id."""
+    rollout_cross_node_comm: bool = False
+    """Engine over several machines."""
+    dist_port_base: int = Field(25000, ge=1024, le=65535)
+    """First port that a server tries."""
+    weight_transport_type: Literal["ipc", "nccl", "checkpoint_engine"] | None = None
+    """How new weights travel. None: within the process (native), else `ipc`."""
+    weight_update_host: str | None = None
+    """NCCL rendezvous host. None: that of train rank 0."""
+    weight_update_port: int | None = 30000
+    """NCCL rendezvous port."""
+    checkpoint_name_prefix: str = "xtuner-rl"
+    """Checkpoint-engine name prefix."""
+    checkpoint_engine_timeout: float = Field(300.0, gt=0)
+    """Seconds for a checkpoint-engine update."""
+    checkpoint_engine_sync_after_register: bool = True
+    """Synchronise the device after registering."""
+    rollout_max_batch_size_per_instance: int | None = Field(None, ge=1)
+    """Sequences generated at once by an engine. None: by context length, 1024 up to 4096, 512 up to 8192, else
+    128."""
+    allow_over_concurrency_ratio: float = 1.2
+    """Deprecated."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of an engine."""
+    data_parallel_size: int = Field(1, ge=1)
+    """vLLM only; must divide `tensor_parallel_size`."""
+    expert_parallel_size: int = Field(1, ge=1)
+    """Takes the place of `tensor_parallel_size` when above 1."""
+    enable_chunked_prefill: bool = False
+    """Prefill long prompts in pieces."""
+    chunked_prefill_size: int = Field(128, ge=1)
+    """Tokens of a piece."""
+    skip_load_weights: bool = False
+    """Start with empty weights; the trainer pushes its own before the first request."""
+    enable_return_routed_experts: bool = False
+    """Return the experts of every token (MoE)."""
+    launch_server_method: Literal["ray", "multiprocessing"] = "ray"
+    """How a server process is started."""
+    rollout_timeout: float = Field(1200.0, gt=0)
+    """Seconds for one attempt at a response, waiting in the engine's queue included."""
+    session_server_timeout: float = Field(1200.0, gt=0)
+    """Seconds for a call through the session server."""
+    context_length: int | None = Field(None, ge=2)
+    """Longest sequence, prompt and response, in tokens. None: the model's max_position_embeddings."""
+    enable_float8: bool = False
+    """Serve in float8."""
+    extra_rollout_config: dict[str, Any] = {}
+    """Options for one engine, by prefix: `sglang_*`, `lmdeploy_*`, `vllm_*`."""
+    max_retry_per_worker: int | None = None
+    """Kept for compatibility: `health_check_failure_threshold` decides when an engine is left out."""
+    max_retry_per_sample: int = Field(1, ge=0)
+    """Further attempts after a timeout, an engine's exception or an invalid answer."""
+    max_prefill_token_num: int | None = None
+    """Tokens of one prefill."""
+    router_n_groups: int | None = None
+    """Router groups of a MoE model."""
+    fp32_lm_head: bool = False
+    """Head in float32."""
+    enable_prefix_caching: bool = False
+    """Keep the keys and values of prompts."""
+    worker_log_dir: Path | None = None
+    """Logs of server processes. None: the run's log folder."""
+    health_check_interval_seconds: float = Field(30.0, gt=0)
+    """While requests are out, engines are asked every so often whether they can serve."""
+    health_check_timeout_seconds: float = Field(15.0, gt=0)
+    """Seconds for such an answer."""
+    health_check_failure_threshold: int = Field(3, ge=0)
+    """After so many missing answers in a row an engine is left out. 0: no such checks; an engine is left out
+    only when it says that it cannot serve or its process is gone."""
+    enable_proxy: bool = False
+    """Register at a routed API proxy."""
+    routed_proxy_url: str | None = None
+    """Address of that proxy."""
+    routed_proxy_admin_url: str | None = None
+    """Its address for registrations."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _no_npu(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.upper() == "NPU":
+            raise ValueError("device='NPU' is not supported yet; one of 'GPU', 'CPU'.")
+        return value.upper() if isinstance(value, str) else value
+
+    @field_validator("extra_rollout_config")
+    @classmethod
+    def _known_prefix(cls, value: dict[str, Any]) -> dict[str, Any]:
+        prefixes = tuple(f"{name}_" for name in BACKENDS if name != "native")
+        unknown = [key for key in value if not key.startswith(prefixes)]
+        if unknown:
+            raise ValueError(f"extra_rollout_config keys {unknown}: each must begin with one of {prefixes}.")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RolloutConfig":
+        if self.tensor_parallel_size > 1 and self.expert_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} and expert_parallel_size="
+                f"{self.expert_parallel_size} exclude each other; set one of them to 1."
+            )
+        if self.tensor_parallel_size % self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} must divide tensor_parallel_size="
+                f"{self.tensor_parallel_size}."
+            )
+        return self
+
+    def resolve_backend(self) -> Backend:
+        """The engine to use: `backend`, else the environment, else native. Raises if it cannot be used."""
+        wanted = {name: f"XTUNER_USE_{name.upper()}" for name in BACKENDS}
+        chosen = [name for name in BACKENDS if os.environ.get(wanted[name]) == "1"]
+        if self.backend is None and len(chosen) > 1:
+            raise ValueError(
+                f"{' and '.join(f'{wanted[name]}=1' for name in chosen)} are set; leave one, or set "
+                "rollout_config.backend."
+            )
+        backend = self.backend or (chosen[0] if chosen else "native")
+        if backend == "native":
+            return backend
+        if importlib.util.find_spec(backend) is None:
+            raise RuntimeError(
+                f'rollout engine {backend!r} is not installed: pip install "xtuner[{backend}]", or use '
+                "rollout_config.backend='native', which needs nothing."
+            )
+        raise RuntimeError(
+            f"rollout engine {backend!r} is installed, but this version drives only the native engine yet: set "
+            f"rollout_config.backend='native' (and unset {wanted[backend]})."
+        )
+
+    def resolve(self) -> "RolloutConfig":
+        """A copy with engine, context length and batch size filled in. Raises if one cannot be had."""
+        backend = self.resolve_backend()
+        self._check_native()
+        config_file = Path(self.model_path) / "config.json"
+        if not config_file.is_file():
+            raise ValueError(
+                f"rollout_config.model_path={str(self.model_path)!r} holds no config.json; give a Hugging Face folder."
+            )
+        longest = json.loads(config_file.read_text(encoding="utf-8")).get("max_position_embeddings")
+        context = self.context_length or longest
+        if context is None:
+            raise ValueError(
+                f"rollout_config.context_length is not set and {config_file} has no max_position_embeddings; "
+                "set context_length to the longest prompt + response in tokens."
+            )
+        if longest is not None and context > longest:
+            raise ValueError(
+                f"rollout_config.context_length={context} exceeds max_position_embeddings={longest} of "
+                f"{config_file}; lower it."
+            )
+        batch = self.rollout_max_batch_size_per_instance or (
+            1024 if context <= 4096 else 512 if context <= 8192 else 128
+        )
+        filled = {"backend": backend, "context_length": context, "rollout_max_batch_size_per_instance": batch}
+        return self.model_copy(update=filled)
+
+    def _changed(self, name: str) -> bool:
+        return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
+
+    def _check_native(self) -> None:
+        refused = [
+            f"{name}={getattr(self, name)!r} ({reason})"
+            for name, reason in _NOT_IN_NATIVE.items()
+            if self._changed(name)
+        ]
+        if self.weight_transport_type not in (None, "ipc"):
+            refused.append(f"weight_transport_type={self.weight_transport_type!r} (weights stay in the process)")
+        if refused:
+            raise ValueError(
+                "rollout_config: the native engine cannot honour " + "; ".join(refused) + ". Remove these."
+            )
+        if idle := [name for name in _NO_EFFECT_IN_NATIVE if self._changed(name)]:
+            get_logger().info(f"rollout_config: no effect with the native engine: {', '.join(idle)}.")
+
+    def build(self, launcher: "Launcher", tokenizer: Any, seed: int, device: str) -> "RolloutController":
+        """One engine a rank, not started yet. `seed` is the run's; `device` is "cuda" or "cpu".
+
+        Raises:
+            ValueError: an option that the engine cannot honour, or no usable model folder.
+            RuntimeError: the engine cannot be used here.
+        """
+        from .controller import RolloutController
+        from .worker import RolloutWorker
+
+        config = self.resolve()
+        names = [f"rollout_{rank}" for rank in range(launcher.world_size)]
+        handles = [
+            launcher.spawn_on(rank, name, RolloutWorker, config, rank, device) for rank, name in enumerate(names)
+        ]
+        return RolloutController(config, handles, names, tokenizer, seed)

@@ -1,0 +1,209 @@
+"""Sends samples to engines and brings back answers that can be trained on."""
+
+import asyncio
+import itertools
+import secrets
+from collections import Counter
+from typing import Any
+
+from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.rl.utils import Handle, WorkerLostError
+from xtuner.v1.utils import get_logger
+
+from .answers import abort, fail, fill, fit_to_context, output_problem, sample_seed
+from .backends.base import GenerateOutput, GenerateRequest, MemoryTag
+from .config import RolloutConfig
+from .replicas import Replica, ReplicaPool
+
+_ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+_START_S = 1800.0
+_LIFECYCLE_S = 600.0
+_ABORT_S = 60.0
+_STOP_S = 30.0
+_MAX_WARNINGS = 20
+
+
+class RolloutController:
+    """Lives with its user and holds the workers' handles. Copies of it (pickled) serve remote agent loops.
+
+    `config` must be resolved (`RolloutConfig.resolve`): context length and batch size are set.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, handles: list[Handle], worker_names: list[str], tokenizer: Any, seed: int
+    ):
+        assert config.context_length is not None
+        self.config, self.worker_names, self.tokenizer, self.seed = config, worker_names, tokenizer, seed
+        self.context_length: int = config.context_length
+        self._pool = ReplicaPool(
+            worker_names,
+            handles,
+            timeout=config.health_check_timeout_seconds,
+            interval=config.health_check_interval_seconds,
+            threshold=config.health_check_failure_threshold,
+        )
+        self._paused = self._closed = False
+        self._ids = itertools.count()
+        self._events: Counter[str] = Counter()
+        self._warnings = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Request ids of a copy must not meet those of the original inside an engine.
+        ids = itertools.count(secrets.randbits(30) << 32)
+        return self.__dict__ | {"_ids": ids, "_events": Counter(), "_warnings": 0}
+
+    async def generate(self, state: RolloutState) -> RolloutState:
+        """Fill response, ids, log-probs, weight versions, finish reason and status of `state` and return it.
+
+        FAILED with `error_msg` when the engine refuses the request or all attempts go wrong. ABORTED with what
+        was generated so far when generation is paused; a later call starts from the prompt again.
+
+        Raises:
+            RuntimeError: no worker is left that could serve.
+        """
+        try:
+            request = self._request(state)
+        except ValueError as error:
+            return fail(state, str(error))
+        replica: Replica | None = None
+        problem = ""
+        for attempt in range(self.config.max_retry_per_sample + 1):
+            if self._closed:
+                return fail(state, "the rollout workers are shut down")
+            if self._paused:
+                return abort(state)
+            replica = self._pool.pick(state.session_id, avoid=replica)
+            if attempt:
+                self._events["retries"] += 1
+            output, problem = await self._attempt(replica, request)
+            if output is not None and output.finish_reason == "error":
+                self._events["refused"] += 1
+                return fail(state, problem)
+            if output is not None:
+                return fill(state, output, self.tokenizer)
+            self._warn(
+                f"rollout {state.rollout_id}: {problem} (worker {replica.name}, attempt {attempt + 1} of "
+                f"{self.config.max_retry_per_sample + 1})"
+            )
+        self._events["failures"] += 1
+        return fail(state, f"{problem} ({self.config.max_retry_per_sample + 1} attempts)")
+
+    def _request(self, state: RolloutState) -> GenerateRequest:
+        ids = state.tokens if state.tokens is not None else state.prompt_ids
+        if not ids:
+            raise ValueError(f"rollout {state.rollout_id} has no prompt tokens (tokens and prompt_ids are empty)")
+        state.tokens = ids
+        params = fit_to_context(state.sample_params, len(ids), self.context_length)
+        if params is not state.sample_params:
+            self._events["cut_to_context"] += 1
+        number = next(self._ids)
+        seed = params.sampling_seed
+        if seed is None:
+            seed = sample_seed(self.seed, state.rollout_id if state.rollout_id is not None else number, len(ids))
+        return GenerateRequest(number, list(ids), params, seed)
+
+    async def _attempt(self, replica: Replica, request: GenerateRequest) -> tuple[GenerateOutput | None, str]:
+        """A usable answer or refusal, or None and what went wrong; such a thing may pass."""
+        events, self._events = self._events, Counter()
+        timeout = self.config.rollout_timeout
+        try:
+            output = await self._pool.call(replica, timeout, "generate", request, dict(events))
+        except TimeoutError:
+            self._events["timeouts"] += 1
+            return None, f"no answer within rollout_timeout={timeout:g} s"
+        except WorkerLostError as error:
+            self._events.update(events)
+            return None, str(error)
+        except Exception as error:
+            self._events["errors"] += 1
+            problem = f"{type(error).__name__}: {error}"
+            await self._pool.probe(replica, problem)
+            return None, problem
+        if output.finish_reason == "error":
+            # A refusal stands, whoever is asked; an engine that broke is another matter.
+            problem = output.error or "the engine refused the request without a reason"
+            if await self._pool.probe(replica, problem):
+                return output, problem
+            self._events["errors"] += 1
+            return None, problem
+        flaw = output_problem(output, request.params)
+        if flaw is None:
+            return output, ""
+        self._events["invalid"] += 1
+        return None, f"invalid answer: {flaw}"
+
+    def _warn(self, message: str) -> None:
+        self._warnings += 1
+        if self._warnings <= _MAX_WARNINGS:
+            last = self._warnings == _MAX_WARNINGS
+            get_logger().warning(message + (" Further ones are only counted." if last else ""))
+
+    # ---------------------------------------------------------------- life of the engines
+
+    async def start(self) -> None:
+        """Load the engines, all at once."""
+        await self._broadcast("start", _START_S)
+
+    async def pause(self) -> None:
+        """End all requests in flight as ABORTED, those of copies of this controller too, until `resume`."""
+        self._paused = True
+        await self._broadcast("pause", _ABORT_S)
+
+    async def resume(self) -> None:
+        await self._broadcast("resume", _ABORT_S)
+        self._paused = False
+
+    async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        """Give the device memory back."""
+        await self._broadcast("sleep", _LIFECYCLE_S, tags)
+
+    async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        """Take the device memory again; weights come back empty."""
+        await self._broadcast("wake", _LIFECYCLE_S, tags)
+
+    async def weight_versions(self) -> list[int]:
+        """Of every worker that is not lost: version of the weights it serves, -1 for none."""
+        return await self._broadcast("weight_version", _ABORT_S)
+
+    async def health(self) -> list[bool]:
+        """Ask every worker. One that answers well is in service again; a lost one stays out."""
+        return list(await asyncio.gather(*(self._pool.probe(r) for r in self._pool.replicas)))
+
+    async def metrics(self) -> dict[str, int]:
+        """Totals since the start: requests, retries, timeouts, errors, invalid, refused, failures, cut_to_context.
+
+        Those of copies in other processes are included up to their last request.
+        """
+        keys = ("requests", "retries", "timeouts", "errors", "invalid", "refused", "failures", "cut_to_context")
+        total = Counter(self._events)
+        for counts in await self._broadcast("counts", _ABORT_S):
+            total.update(counts)
+        return {key: total[key] for key in keys}
+
+    async def shutdown(self) -> None:
+        """Stop the engines. What cannot be stopped is logged: its process is ended by the launcher."""
+        self._closed = True
+        self._pool.stop_watch()
+        alive = [r for r in self._pool.replicas if not r.lost]
+        stops = (asyncio.wait_for(r.handle.call("stop"), _STOP_S) for r in alive)
+        for replica, result in zip(alive, await asyncio.gather(*stops, return_exceptions=True), strict=True):
+            if isinstance(result, Exception):
+                get_logger().warning(f"{replica.name} did not stop: {type(result).__name__} {result}")
+
+    async def _broadcast(self, method: str, timeout: float, *args: Any) -> list[Any]:
+        """Results of all workers that are not lost. A worker found lost is left out while others remain."""
+        alive = [r for r in self._pool.replicas if not r.lost]
+        calls = (asyncio.wait_for(r.handle.call(method, *args), timeout) for r in alive)
+        results = []
+        for replica, result in zip(alive, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, WorkerLostError):
+                self._pool.give_up(replica, str(result), lost=True)
+            elif isinstance(result, TimeoutError):
+                raise TimeoutError(f"{replica.name}: {method} took longer than {timeout:g} s") from result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                results.append(result)
+        if not results:
+            raise RuntimeError(f"{method}: all rollout workers are lost; last error: {self._pool.last_error}")
+        return results

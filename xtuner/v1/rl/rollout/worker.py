@@ -1,0 +1,113 @@
+"""One rollout engine, in the process of its rank."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from xtuner.v1.data_proto import WeightBucket
+from xtuner.v1.utils import get_logger
+
+from .backends.base import GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine
+from .config import RolloutConfig
+
+__all__ = ["RolloutConfig", "RolloutWorker"]
+
+_ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+
+
+class RolloutWorker:
+    """Wraps one engine: the engine's protocol, a pause switch and counters.
+
+    Constructed cheaply; `start` touches the device. The switch and the counters are here and not in the
+    controller because controllers are copied into other processes, and all of them must see the same.
+    """
+
+    def __init__(self, config: RolloutConfig, rank: int, device: str):
+        self.config, self.rank, self.device = config, rank, device
+        self._engine: RolloutEngine | None = None
+        self._paused = False
+        self._version = -1
+        self._counts: Counter[str] = Counter()
+
+    def build_engine(self) -> RolloutEngine:
+        """The engine that the configuration names."""
+        from .backends.native import NativeEngine
+
+        config = self.config
+        assert config.context_length is not None and config.rollout_max_batch_size_per_instance is not None
+        dtype = config.cpu_dtype if self.device == "cpu" else config.dtype
+        if self.rank == 0:
+            get_logger().info(
+                f"rollout engine native: {config.model_path} on {self.device} in {dtype}, context "
+                f"{config.context_length}, up to {config.rollout_max_batch_size_per_instance} sequences at once."
+            )
+        return NativeEngine(
+            config.model_path,
+            device=self.device,
+            dtype=dtype,
+            max_batch_size=config.rollout_max_batch_size_per_instance,
+            context_length=config.context_length,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            cpu_cache_bytes=config.cpu_cache_bytes,
+            load_weights=not config.skip_load_weights,
+        )
+
+    @property
+    def engine(self) -> RolloutEngine:
+        if self._engine is None:
+            raise RuntimeError(f"rollout worker {self.rank}: the engine is not started")
+        return self._engine
+
+    async def start(self) -> None:
+        self._engine = self.build_engine()
+        await self._engine.start()
+        self._version = -1 if self.config.skip_load_weights else 0
+
+    async def generate(self, request: GenerateRequest, counts: Mapping[str, int] | None = None) -> GenerateOutput:
+        """Serve a request; at once `abort` while paused. `counts` are events that a controller has to report."""
+        self._counts["requests"] += 1
+        self._counts.update(counts or {})
+        if self._paused:
+            return GenerateOutput(request.request_id, finish_reason="abort")
+        return await self.engine.generate(request)
+
+    async def abort(self) -> None:
+        await self.engine.abort()
+
+    async def pause(self) -> None:
+        """End all requests in flight with what they have, and every further one until `resume`."""
+        self._paused = True
+        await self.engine.abort()
+
+    async def resume(self) -> None:
+        self._paused = False
+
+    async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        await self.engine.sleep(tags)
+        if "weights" in tags:
+            self._version = -1
+
+    async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        await self.engine.wake(tags)
+
+    async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        self._version = -1
+        await self.engine.update_weights(buckets, version)
+        self._version = version
+
+    async def weight_version(self) -> int:
+        """Of the weights it serves: 0 initial, else that of the last update; -1 for none."""
+        return self._version
+
+    async def reset_prefix_cache(self) -> None:
+        await self.engine.reset_prefix_cache()
+
+    async def health(self) -> bool:
+        return self._engine is not None and await self._engine.health()
+
+    async def counts(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await self._engine.stop()
+            self._engine = None
