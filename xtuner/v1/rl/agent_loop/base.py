@@ -8,13 +8,14 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, SampleParams, Status
+from xtuner.v1.rl.judger import BaseJudger
+from xtuner.v1.rl.judger.base import describe
 from xtuner.v1.rl.utils import CPUResourcesConfig
 
 from .concurrency import run_all
 from .outcome import reward_score
 
 if TYPE_CHECKING:
-    from xtuner.v1.rl.judger import Judger
     from xtuner.v1.rl.utils import Launcher
 
 
@@ -35,7 +36,7 @@ class AgentLoop(ABC):
     def __init__(
         self,
         rollout_controller: RolloutClient,
-        judger: "Judger | None" = None,
+        judger: BaseJudger | None = None,
         tokenizer: Any = None,
         sample_params: SampleParams | None = None,
         enable_batch_judge: bool = False,
@@ -88,7 +89,7 @@ class AgentLoop(ABC):
         except Exception as error:
             for index in waiting:
                 states[index].reward = None
-                states[index].judge_error = f"{type(error).__name__}: {error}"
+                states[index].judge_error = describe(error)
             return states
         states = list(states)
         for index, state in zip(waiting, judged, strict=True):
@@ -140,14 +141,14 @@ class AgentLoopConfig(XTunerConfig, ABC):
 
     @abstractmethod
     def build_local(
-        self, rollout_controller: RolloutClient, judger: "Judger | None", tokenizer: Any
+        self, rollout_controller: RolloutClient, judger: BaseJudger | None, tokenizer: Any
     ) -> AgentLoop:
         """The loop itself, in this process."""
 
     def build(
         self,
         rollout_controller: RolloutClient,
-        judger: "Judger | None" = None,
+        judger: BaseJudger | None = None,
         tokenizer: Any = None,
         launcher: "Launcher | None" = None,
         name: str | None = None,

@@ -1,14 +1,12 @@
 """An agent loop that lives in other processes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xtuner.v1.data_proto import RolloutState, SampleParams
+from xtuner.v1.rl.judger import BaseJudger
 from xtuner.v1.rl.utils.handles import Handle
 
 from .base import AgentLoop, AgentLoopConfig, RolloutClient
-
-if TYPE_CHECKING:
-    from xtuner.v1.rl.judger import Judger
 
 
 class AgentLoopWorker:
@@ -18,7 +16,7 @@ class AgentLoopWorker:
         self,
         config: AgentLoopConfig,
         rollout_controller: RolloutClient,
-        judger: "Judger | None",
+        judger: BaseJudger | None,
         tokenizer: Any,
     ):
         self._loop = config.build_local(rollout_controller, judger, tokenizer)

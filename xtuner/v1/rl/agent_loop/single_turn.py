@@ -1,13 +1,11 @@
 """One prompt, one response."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.rl.judger import BaseJudger
 
 from .base import AgentLoop, AgentLoopConfig, RolloutClient
-
-if TYPE_CHECKING:
-    from xtuner.v1.rl.judger import Judger
 
 
 class SingleTurnAgentLoop(AgentLoop):
@@ -22,7 +20,7 @@ class SingleTurnAgentLoopConfig(AgentLoopConfig):
     """The engine answers the prompt once, then the judger scores the answer."""
 
     def build_local(
-        self, rollout_controller: RolloutClient, judger: "Judger | None" = None, tokenizer: Any = None
+        self, rollout_controller: RolloutClient, judger: BaseJudger | None = None, tokenizer: Any = None
     ) -> SingleTurnAgentLoop:
         return SingleTurnAgentLoop(
             rollout_controller, judger, tokenizer, self.sample_params, self.enable_batch_judge
