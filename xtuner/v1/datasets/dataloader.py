@@ -1,0 +1,79 @@
+"""Prompts without end, epoch after epoch, and where one is among them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xtuner.v1.data_proto import RolloutState
+
+from .dataset import JsonlDataset
+from .shuffle import permutation
+
+
+class PromptDataloader:
+    """The prompts of all datasets, each once an epoch, in an order that (seed, epoch) fixes.
+
+    Nothing is read ahead: `position` is that of the last prompt handed out, so a checkpoint loses and repeats
+    none.
+    """
+
+    def __init__(self, datasets: Sequence[JsonlDataset], seed: int, shuffle: bool = True):
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.position = 0
+        """Prompts of this epoch that have been handed out."""
+        self._datasets = list(datasets)
+        self._starts = np.cumsum([0, *(len(dataset) for dataset in datasets)])
+        self._order = self._order_of_epoch()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, i: int) -> RolloutState:
+        """The i-th prompt in the order of the data, whatever the shuffle."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"prompt {i} of {len(self)}")
+        dataset = int(np.searchsorted(self._starts, i, side="right")) - 1
+        return self._datasets[dataset][i - int(self._starts[dataset])]
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows left out: prompts over the limit and, where they are skipped, bad rows."""
+        return sum(dataset.num_dropped for dataset in self._datasets)
+
+    def next(self) -> RolloutState:
+        """The next prompt; behind the last one of an epoch the first one of the next."""
+        if self.position == len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._order_of_epoch()
+        state = self[int(self._order[self.position])]
+        self.position += 1
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this is, as JSON holds it."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_samples": len(self),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken. Raises ValueError where the order of the prompts would not be the
+        same."""
+        for key, now in (("num_samples", len(self)), ("shuffle", self.shuffle), ("seed", self.seed)):
+            if state[key] != now:
+                raise ValueError(
+                    f"the checkpoint's prompts had {key}={state[key]}, this run's have {key}={now}, "
+                    "so the position in them has no meaning. Resume with the data and settings of the checkpoint, "
+                    "or start a new run from its weights."
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._order_of_epoch()
+
+    def _order_of_epoch(self) -> np.ndarray:
+        return permutation(len(self), self.seed, self.epoch) if self.shuffle else np.arange(len(self))
