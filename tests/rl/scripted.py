@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from xtuner.v1.rl.agent_loop_manager import (
 )
 from xtuner.v1.rl.judger import JudgerConfig
 from xtuner.v1.rl.replay_buffer import ReplayBuffer
+from xtuner.v1.utils import get_logger
 
 Answer = str | Status | Exception
 
@@ -107,7 +110,10 @@ def write_prompts(path: Path, numbers: range | list[int], source: str = "count")
 
 def make_task(path: Path, k: int = 2, name: str = "count", **changes: Any) -> TaskSpecConfig:
     """A task over the prompts of `path`, judged by `exact` unless `changes` say otherwise."""
-    entry = {"dataset": DatasetConfig(anno_path=path, use_cache=False), "tokenize_fn": RLTextTokenizeFnConfig()}
+    entry = {
+        "dataset": DatasetConfig(anno_path=path, use_cache=False),
+        "tokenize_fn": RLTextTokenizeFnConfig(),
+    }
     dataloader = DataloaderConfig(dataset_config_list=[entry], collator="fake_collator", pack_level="none")
     fields: dict[str, Any] = {
         "task_name": name,
@@ -123,6 +129,19 @@ def make_manager(
 ) -> AgentLoopManager:
     config = AgentLoopManagerConfig(tasks=list(tasks))
     return config.build(controller, make_tokenizer(), buffer, launcher=None, seed=seed)  # type: ignore[arg-type]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Messages of the project's logger."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    try:
+        yield messages
+    finally:
+        get_logger().removeHandler(handler)
 
 
 def strategy(**fields: Any) -> dict[str, Any]:

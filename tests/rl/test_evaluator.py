@@ -1,0 +1,234 @@
+"""Every evaluation scores the same samples, and none leaves the denominator."""
+
+import asyncio
+import json
+
+import pytest
+from scripted import (
+    ScriptedController,
+    copy_index,
+    logged,
+    make_manager,
+    make_task,
+    question,
+    right,
+    write_prompts,
+)
+
+from xtuner.v1.data_proto import RolloutState, SampleParams, Status
+from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
+from xtuner.v1.rl.evaluator import EVAL_ID_BASE, EvalResult, EvaluatorConfig, default_metrics, pass_at_k
+from xtuner.v1.rl.judger import JudgerConfig
+
+
+@pytest.fixture
+def ten(tmp_path):
+    return write_prompts(tmp_path / "ten.jsonl", range(10))
+
+
+def evaluate(controller, *tasks, config=None, step=1, model_step=0) -> EvalResult:
+    evaluator = (config or EvaluatorConfig()).build(make_manager(controller, *tasks))
+    return asyncio.run(evaluator.evaluate(step, model_step))
+
+
+def number(state) -> int:
+    return int(question(state)[1:])
+
+
+def right_if(wanted):
+    return lambda s: right(s) if wanted(s) else "wrong"
+
+
+# ------------------------------------------------------------------ which samples
+
+
+def test_all_rows_are_scored_once_in_file_order(ten):
+    """10 rows, all right but the last two: none left out as an incomplete batch, none repeated as filling."""
+    controller = ScriptedController(
+        right_if(lambda s: number(s) < 8), delay=lambda s: 0.001 * (10 - number(s))
+    )
+    result = evaluate(controller, make_task(ten, k=1))
+    assert [question(state) for state in result.states] == [f"q{i}" for i in range(10)]
+    assert result.metrics["accuracy"] == 0.8 and result.metrics["samples"] == 10
+    assert controller.events == ["resume", "pause with 0 under way"]
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (EvaluatorConfig(eval_sample_num=3), 3),
+        (EvaluatorConfig(eval_sample_ratio=0.5), 5),
+        (EvaluatorConfig(eval_sample_num=99), 10),
+    ],
+)
+def test_a_part_is_the_first_prompts_and_never_wraps(ten, config, count):
+    controller = ScriptedController()
+    result = evaluate(controller, make_task(ten, k=1), config=config)
+    assert [question(state) for state in result.states] == [f"q{i}" for i in range(count)]
+
+
+def test_two_evaluations_ask_the_same_with_the_same_ids(ten):
+    """The ids give the seeds. Training in between must not move them."""
+    controller = ScriptedController(delay=lambda s: 0.001 * (number(s) % 3))
+    manager = make_manager(controller, make_task(ten, k=2))
+    evaluator = EvaluatorConfig(eval_sample_num=6).build(manager)
+    asyncio.run(evaluator.evaluate(1, 0))
+    first, controller.asked = sorted(controller.asked), []
+    manager.tasks[0].sampler.sample()
+    asyncio.run(evaluator.evaluate(2, 0))
+    assert sorted(controller.asked) == first and len(first) == 12
+    assert len({rollout_id for rollout_id, _ in first}) == 12
+
+
+def test_evaluation_has_its_own_ids_and_leaves_the_buffer_alone(ten):
+    manager = make_manager(ScriptedController(), make_task(ten, k=2))
+    result = asyncio.run(EvaluatorConfig().build(manager).evaluate(1, 0))
+    assert min(state.rollout_id for state in result.states) == EVAL_ID_BASE
+    assert manager.tasks[0].sampler.num_groups == 0 and len(manager.replay_buffer) == 0
+
+
+def test_evaluation_uses_its_own_sampling_parameters(ten):
+    loop = SingleTurnAgentLoopConfig(
+        hf_checkpoint="m", sample_params=SampleParams(temperature=0, top_k=1, max_tokens=5)
+    )
+    controller = ScriptedController()
+    evaluate(controller, make_task(ten, k=1, agent_loop_config=loop))
+    assert {(p.temperature, p.top_k, p.max_tokens) for p in controller.params} == {(0, 1, 5)}
+
+
+def test_several_tasks_are_each_scored_whole_whatever_their_weight(ten, tmp_path):
+    other = write_prompts(tmp_path / "other.jsonl", range(100, 103), source="big")
+    controller = ScriptedController(right_if(lambda s: number(s) < 100))
+    metrics = evaluate(
+        controller, make_task(ten, k=1, name="small", weight=1), make_task(other, k=1, name="large", weight=9)
+    ).metrics
+    assert len(controller.asked) == 13 and len({i for i, _ in controller.asked}) == 13
+    assert metrics["accuracy"] == pytest.approx(10 / 13)
+    assert metrics["task/small/accuracy"] == 1 and metrics["task/large/accuracy"] == 0
+    assert metrics["count/accuracy"] == 1 and metrics["big/accuracy"] == 0
+
+
+# ------------------------------------------------------------------ the denominator
+
+
+def test_failed_samples_stay_in_the_denominator(ten):
+    answer = lambda s: (
+        Status.FAILED if number(s) in (1, 2) else Status.ABORTED if number(s) in (3, 4) else right(s)
+    )
+    with logged() as messages:
+        result = evaluate(ScriptedController(answer), make_task(ten, k=1))
+    assert result.metrics["accuracy"] == 0.6
+    assert result.metrics["failed"] == 4 and result.metrics["judge_errors"] == 0
+    assert len(result.states) == 10
+    assert any("4 failed" in message for message in messages)
+
+
+def test_unjudged_samples_stay_in_the_denominator(ten):
+    async def handler(response, label, extra_info):
+        return float("nan") if label == "0" else 1.0
+
+    task = make_task(ten, k=1, judger_config=JudgerConfig(judger_name="t", reward_handler=handler))
+    metrics = evaluate(ScriptedController(), task).metrics
+    assert metrics["accuracy"] == 0.9 and metrics["judge_errors"] == 1 and metrics["failed"] == 0
+
+
+def test_what_misses_the_deadline_counts_as_failed(ten):
+    controller = ScriptedController(delay=lambda s: 3600 if number(s) == 4 else 0)
+    result = evaluate(controller, make_task(ten, k=1), config=EvaluatorConfig(eval_timeout=0.3))
+    assert result.metrics["accuracy"] == 0.9 and result.metrics["failed"] == 1
+    assert question(result.states[4]) == "q4" and "eval_timeout" in result.states[4].error_msg
+    assert controller.under_way == 0
+
+
+def test_errors_of_the_rollout_side_end_the_evaluation(ten):
+    answer = lambda s: RuntimeError("all engines are dead") if number(s) == 3 else right(s)
+    controller = ScriptedController(answer, delay=lambda s: 0 if number(s) == 3 else 60)
+    with pytest.raises(RuntimeError, match="all engines are dead"):
+        evaluate(controller, make_task(ten, k=1))
+    assert controller.under_way == 0
+
+
+def test_an_accuracy_of_old_weights_is_refused(ten):
+    with pytest.raises(RuntimeError, match=r"model steps \[2\], wanted was 4"):
+        evaluate(ScriptedController(version=2), make_task(ten, k=1), step=4, model_step=4)
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def test_repeated_prompts_give_pass_at_k(ten):
+    """Prompt i has its first i % 3 of 4 attempts right: 0, 1, 2, 0, 1, 2, ..., 0."""
+    controller = ScriptedController(right_if(lambda s: copy_index(s, 4) < number(s) % 3))
+    metrics = evaluate(controller, make_task(ten, k=4)).metrics
+    assert metrics["eval_group_count"] == 10 and metrics["eval_attempt_count"] == 40
+    assert metrics["eval_inferred_k"] == 4
+    counts = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert metrics["accuracy"] == metrics["avg_pass@4"] == pytest.approx(sum(counts) / 40)
+    assert metrics["pass@1"] == pytest.approx(metrics["accuracy"])
+    # of the 6 pairs of 4 attempts, 3 hold the one right attempt, 5 one of two right ones
+    assert metrics["pass@2"] == pytest.approx((3 * 3 / 6 + 3 * 5 / 6) / 10)
+    assert metrics["pass@4"] == pytest.approx(0.6) and "pass@8" not in metrics
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    from itertools import combinations
+
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(combinations([i < c for i in range(n)], k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def state_of(score, i=0, n=3, **fields) -> RolloutState:
+    fields = {"message": [{"role": "user", "content": f"q{i}"}], "status": Status.COMPLETED} | fields
+    return RolloutState(reward={"score": score}, response_ids=[1] * n, finish_reason="stop", **fields)
+
+
+def test_attempts_at_one_problem_are_found_by_its_id():
+    """The prompts differ (shuffled choices, say), the problem is the same."""
+    states = [state_of(i % 2, i, reward_model={"problem_idx": i // 2, "ground_truth": "1"}) for i in range(6)]
+    assert default_metrics(states)["eval_group_count"] == 3
+    assert "eval_group_count" not in default_metrics([state_of(1, i) for i in range(6)])
+
+
+def test_only_positive_scores_are_right():
+    assert default_metrics([state_of(s, i) for i, s in enumerate((1, 0, -1, 0.2))])["accuracy"] == 0.5
+    assert default_metrics([])["accuracy"] == 0
+
+
+def test_lengths_count_responses_and_cut_ones_too():
+    metrics = default_metrics(
+        [state_of(1, 0, 3), state_of(0, 1, 9).model_copy(update={"finish_reason": "length"})]
+    )
+    assert metrics["response_len/mean"] == 6 and metrics["response_len/min"] == 3
+    assert metrics["response_len/max"] == 9 and metrics["response_len/cut_share"] == 0.5
+
+
+def test_own_metrics_get_all_samples(ten):
+    seen = []
+
+    def own(states):
+        seen.extend(state.status for state in states)
+        return {"wins": sum(state.status == Status.COMPLETED for state in states)}
+
+    answer = lambda s: Status.FAILED if number(s) == 0 else right(s)
+    config = EvaluatorConfig(compute_metric_func=own, eval_sample_num=4)
+    metrics = evaluate(ScriptedController(answer), make_task(ten, k=1), config=config).metrics
+    assert len(seen) == 4 and metrics == {"wins": 3.0, "samples": 4.0, "failed": 1.0, "judge_errors": 0.0}
+
+
+def test_own_metrics_must_be_numbers(ten):
+    config = EvaluatorConfig(compute_metric_func=lambda states: {"best": "q1"})
+    with pytest.raises(TypeError, match="compute_metric_func must return"):
+        evaluate(ScriptedController(), make_task(ten, k=1), config=config)
+
+
+def test_config_refuses_contradictions_and_keeps_functions_out_of_dumps(ten):
+    with pytest.raises(ValueError, match="set one of them"):
+        EvaluatorConfig(eval_sample_ratio=0.5, eval_sample_num=3)
+    with pytest.raises(ValueError, match="eval_sample_ratio"):
+        EvaluatorConfig(eval_sample_ratio=1.5)
+    with pytest.raises(ValueError, match="eval_sample_ratio=0.05 of 10 prompts is none"):
+        EvaluatorConfig(eval_sample_ratio=0.05).build(make_manager(ScriptedController(), make_task(ten)))
+    assert "compute_metric_func" not in json.loads(EvaluatorConfig(compute_metric_func=len).model_dump_json())
