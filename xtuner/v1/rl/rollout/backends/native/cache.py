@@ -1,0 +1,117 @@
+"""Keys and values of the running sequences."""
+
+import torch
+from torch import Tensor
+
+LENGTH_STEP = 16
+"""Decode attends to a multiple of this many places; half-precision kernels want aligned masks."""
+_GROWTH_STEP = 64
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class KVCache:
+    """Contiguous slots: the sequence in slot b has its rows at [b, 0:length] of every layer.
+
+    Storage is a rectangle of slots times length that grows on demand up to the budget and stays until
+    `free`. The running batch occupies slots [0, B), so decode attends to a view and gathers nothing.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        max_length: int,
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self._row = (num_kv_heads, head_dim)
+        self.row_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        self._num_layers = num_layers
+        self.max_rows = 0
+        self._max_slots, self._max_length = max_slots, _round_up(max_length, LENGTH_STEP)
+        self.slots = self.length = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def set_budget(self, num_bytes: int) -> None:
+        """Bytes that storage may grow to; what is there already stays."""
+        self.max_rows = num_bytes // self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slots * self.length * self.row_bytes
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that one sequence alone may reach."""
+        return self.max_rows // LENGTH_STEP * LENGTH_STEP
+
+    def fits(self, slots: int, length: int) -> bool:
+        """Whether that many slots of that many tokens stay within the budget."""
+        return slots * _round_up(length, LENGTH_STEP) <= self.max_rows
+
+    def reserve(self, slots: int, length: int, live: int) -> bool:
+        """Make room for `slots` sequences of `length` tokens; False if the budget does not allow it.
+
+        The first `live` slots keep their content.
+        """
+        if slots <= self.slots and length <= self.length:
+            return True
+        if not self.fits(slots, length):
+            return False
+        # Doubling keeps the copies few; without room for it, exactly what is needed.
+        wide = self.slots if slots <= self.slots else min(max(slots, 2 * self.slots), self._max_slots)
+        long = self.length
+        if length > self.length:
+            long = min(max(_round_up(length, _GROWTH_STEP), 2 * self.length), self._max_length)
+        if wide * long > self.max_rows:
+            wide, long = slots, _round_up(length, LENGTH_STEP)
+        self._resize(wide, long, live)
+        return True
+
+    @torch.inference_mode()
+    def _resize(self, slots: int, length: int, live: int) -> None:
+        kept = min(length, self.length)
+        for tensors in (self.keys, self.values):
+            for layer in range(self._num_layers):
+                # Zeros, not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN.
+                new = torch.zeros(slots, length, *self._row, dtype=self.dtype, device=self.device)
+                if self.slots:
+                    new[:live, :kept] = tensors[layer][:live, :kept]
+                    tensors[layer] = new
+                else:
+                    tensors.append(new)
+        self.slots, self.length = slots, length
+
+    def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [R, Hkv, D] into flat rows int64 [R] (slot * length + position)."""
+        self.keys[layer].view(-1, *self._row).index_copy_(0, rows, k)
+        self.values[layer].view(-1, *self._row).index_copy_(0, rows, v)
+
+    def view(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first slots and places: [B, Hkv, L, D] each, without a copy."""
+        keys, values = self.keys[layer], self.values[layer]
+        return keys[:slots, :length].transpose(1, 2), values[:slots, :length].transpose(1, 2)
+
+    @torch.inference_mode()
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` places of whole slots. No slot is both a source and a target."""
+        if not sources:
+            return
+        source = torch.tensor(sources, device=self.device)
+        target = torch.tensor(targets, device=self.device)
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                view = tensor[:, :length]
+                view[target] = view[source]
+
+    def free(self) -> None:
+        """Give the storage back."""
+        self.slots = self.length = 0
+        self.keys, self.values = [], []

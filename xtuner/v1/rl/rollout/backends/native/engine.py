@@ -1,0 +1,343 @@
+"""Our own rollout engine: lives in the process that uses it, on any device that torch has."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xtuner.v1.data_proto import FinishReason, WeightBucket
+from xtuner.v1.model.hf import load_hf_model
+from xtuner.v1.model.hf_config import get_model_config_from_hf
+from xtuner.v1.utils import get_logger
+
+from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
+from .cache import KVCache
+from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
+from .runner import ModelRunner
+from .sampler import SamplingBatch, sample
+from .scheduler import Scheduler, Sequence
+from .weights import drop_weights, replace_weights, restore_weights
+
+_HEADROOM = 64
+"""Tokens of growth that must fit beside the current ones before one more sequence is admitted."""
+
+
+class NativeEngine:
+    """One replica. Everything happens on the caller's event loop; a step is not interrupted.
+
+    Requests that arrive before the loop has come round form one batch. The cache grows as responses do; when
+    it reaches its budget, the youngest sequence waits and goes on later, with the same random numbers.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_batch_size: int = 256,
+        context_length: int | None = None,
+        gpu_memory_utilization: float = 0.8,
+        cpu_cache_bytes: int = 2 * 2**30,
+        load_weights: bool = True,
+        max_prefill_rows: int = 8192,
+    ) -> None:
+        """Nothing is read or allocated before `start`.
+
+        dtype None: bfloat16 on CUDA, float32 elsewhere. context_length None: the model's. The cache takes
+        what `gpu_memory_utilization` of the card's memory leaves, on other devices at most `cpu_cache_bytes`.
+        load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a forward.
+        """
+        if max_batch_size < 1 or max_prefill_rows < 1:
+            raise ValueError(
+                f"max_batch_size={max_batch_size} and max_prefill_rows={max_prefill_rows} must be at least 1."
+            )
+        self.model_path, self.device = Path(model_path), torch.device(device)
+        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.version = 0
+        self._max_batch_size, self._context_length = max_batch_size, context_length
+        self._gpu_memory_utilization, self._cpu_cache_bytes = gpu_memory_utilization, cpu_cache_bytes
+        self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
+        self._scheduler = Scheduler(max_batch_size)
+        self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._tokenizer: Any = None
+        self._obstacle: dict[str, str] = {"start": "the engine was not started."}
+        """Why it cannot serve, by what must happen first."""
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        self._scheduler = Scheduler(self._max_batch_size)
+        config = get_model_config_from_hf(self.model_path)
+        context = self._context_length or config.max_position_embeddings
+        if context > config.max_position_embeddings:
+            raise ValueError(
+                f"context_length={context} exceeds the model's max_position_embeddings="
+                f"{config.max_position_embeddings} ({self.model_path}/config.json)."
+            )
+        eos_ids = read_eos_ids(self.model_path)
+        if bad := [i for i in eos_ids if not 0 <= i < config.vocab_size]:
+            raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
+        self._model = config.build(self.device, self.dtype).requires_grad_(False).eval()
+        self._shapes = {name: param.shape for name, param in self._model.named_parameters()}
+        self._obstacle = {}
+        if self._load_weights:
+            load_hf_model(self._model, self.model_path)
+        else:
+            self._obstacle["update"] = "it has no weights yet: update_weights must come first."
+        a = config.attention
+        self._cache = KVCache(
+            config.num_hidden_layers, a.num_key_value_heads, a.head_dim, self.dtype, self.device,
+            max_slots=self._max_batch_size, max_length=context,
+        )  # fmt: skip
+        self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
+        self._runner = ModelRunner(self._model, self._cache)
+        self._set_cache_budget(context)
+
+    async def stop(self) -> None:
+        await self.abort()
+        if "start" not in self._obstacle:
+            self._cache.free()
+            drop_weights(self._model)
+        self._obstacle = {"start": "the engine was stopped."}
+
+    async def health(self) -> bool:
+        """False before `start`, after `stop` and after a failed step. An engine asleep is healthy."""
+        return not self._obstacle.keys() & {"start", "failure"}
+
+    async def sleep(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
+        self._refuse_in_flight("sleep")
+        if "kv_cache" in tags:
+            self._cache.free()
+            self._obstacle["kv_cache"] = "its cache is asleep: wake it first."
+        if "weights" in tags:
+            drop_weights(self._model)
+            self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
+            self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
+        if "weights" in tags and "weights" in self._obstacle:
+            restore_weights(self._model, self._shapes)
+            del self._obstacle["weights"]
+        if "kv_cache" in tags and "kv_cache" in self._obstacle:
+            del self._obstacle["kv_cache"]
+            self._set_cache_budget(self._limits.context_length)
+
+    async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        self._refuse_in_flight("update_weights")
+        if why := self._obstacle.get("start") or self._obstacle.get("weights"):
+            raise RuntimeError(f"update_weights: {why}")
+        self._obstacle["update"] = "the last update of its weights is not complete: push them again."
+        replace_weights(self._model, buckets)
+        del self._obstacle["update"]
+        self.version = version
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to forget: no prefix outlives the admission of its siblings."""
+
+    # ---- requests ----
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        if self._obstacle:
+            return self._refusal(request, f"the engine cannot serve: {' '.join(self._obstacle.values())}")
+        try:
+            sequence = make_sequence(request, self._limits)
+        except RequestRefused as error:
+            return self._refusal(request, str(error))
+        self._ensure_driver()
+        future = asyncio.get_running_loop().create_future()
+        self._futures[sequence] = future
+        self._scheduler.add(sequence)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._forget(sequence)
+            raise
+
+    async def abort(self) -> None:
+        self._end_all("abort")
+
+    def _ensure_driver(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._driver is not None and not self._driver.done() and self._driver.get_loop() is not loop:
+            if self._driver.get_loop().is_running():
+                raise RuntimeError("the engine serves requests of another event loop that is still running.")
+            # That loop was left in mid-generation: nobody waits for its requests any more.
+            self._end_all("abort")
+            self._driver = None
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+
+    async def _drive(self) -> None:
+        """Step while there is work, letting the callers in between."""
+        known = 0
+        while known < len(self._futures):
+            known = len(self._futures)
+            await asyncio.sleep(0)
+        while self._scheduler.has_work:
+            try:
+                self.step()
+            except Exception as error:
+                get_logger().exception("native engine: a step failed; all requests in flight end with it")
+                self._obstacle["failure"] = f"a step failed with {type(error).__name__}: {error}"
+                self._end_all("error", self._obstacle["failure"])
+            await asyncio.sleep(0)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit and prefill what fits, else decode one token of every running sequence."""
+        scheduler = self._scheduler
+        first = len(scheduler.running)
+        prompts = scheduler.admit(self._has_room, self._max_prefill_rows)
+        if prompts:
+            self._cache.reserve(len(scheduler.running), scheduler.max_length, live=first)
+            logits = self._runner.prefill(prompts, first)
+        else:
+            first = 0
+            self._reserve_for_decode()
+            logits = self._runner.decode(scheduler.last_tokens(), scheduler.rows()["length"])
+        batch = SamplingBatch.build(
+            scheduler.rows(first), scheduler.tokens(first), scheduler.stop_ids(first),
+            self._limits.vocab_size, self.device,
+        )  # fmt: skip
+        tokens, logprobs = _to_host(*sample(logits, batch))
+        if not np.isfinite(logprobs).all():
+            bad = int((~np.isfinite(logprobs)).sum())
+            raise FloatingPointError(
+                f"the logits of {bad} of {len(logprobs)} sequences are not finite: the weights of version "
+                f"{self.version} hold NaN or infinite values or overflow {self.dtype}."
+            )
+        done = scheduler.record(first, tokens, logprobs)
+        if done:
+            for sequence, (_, reason) in zip(self._release([slot for slot, _ in done]), done, strict=True):
+                self._finish(sequence, reason)
+
+    def _has_room(self, batch: int, longest: int) -> bool:
+        longest = min(longest + _HEADROOM, self._limits.context_length)
+        return batch == 1 or self._cache.fits(batch, longest)
+
+    def _reserve_for_decode(self) -> None:
+        """Room for one more token each; the youngest sequences go back to the queue until the rest fits."""
+        scheduler = self._scheduler
+        while not self._cache.reserve(batch := len(scheduler.running), scheduler.max_length, live=batch):
+            scheduler.waiting.extendleft(self._release([scheduler.youngest()]))
+
+    def _release(self, slots: list[int]) -> list[Sequence]:
+        length = self._scheduler.max_length
+        sequences, sources, targets = self._scheduler.release(slots)
+        self._cache.move(sources, targets, min(length, self._cache.length))
+        return sequences
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        future = self._futures.pop(sequence)
+        if future.done() or future.get_loop().is_closed():
+            return
+        request = sequence.request
+        output = GenerateOutput(
+            request.request_id, sequence.token_ids, sequence.logprobs,
+            [self.version] * len(sequence.token_ids), reason, _stage(request), error,
+        )  # fmt: skip
+        future.set_result(output)
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        scheduler = self._scheduler
+        sequences, _, _ = scheduler.release(list(range(len(scheduler.running))))
+        sequences += scheduler.waiting
+        scheduler.waiting.clear()
+        for sequence in sequences:
+            self._finish(sequence, reason, error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Its caller is gone."""
+        self._futures.pop(sequence, None)
+        if sequence in self._scheduler.waiting:
+            self._scheduler.waiting.remove(sequence)
+        elif sequence in self._scheduler.running:
+            self._release([self._scheduler.running.index(sequence)])
+
+    # ---- parts ----
+
+    def _refusal(self, request: GenerateRequest, error: str) -> GenerateOutput:
+        stage = _stage(request)
+        return GenerateOutput(request.request_id, finish_reason="error", logprob_stage=stage, error=error)
+
+    def _refuse_in_flight(self, what: str) -> None:
+        if self._futures:
+            raise RuntimeError(f"{what}: {len(self._futures)} requests are in flight; abort them first.")
+
+    def _set_cache_budget(self, context: int) -> None:
+        budget = self._cpu_cache_bytes
+        if self.device.type == "cuda":
+            budget = self._gpu_cache_bytes()
+        self._cache.set_budget(budget)
+        if self._cache.longest_sequence < context:
+            get_logger().warning(
+                f"native engine: the cache budget of {budget} bytes holds {self._cache.longest_sequence} "
+                f"tokens; context_length is cut from {context} to that."
+            )
+        self._limits.context_length = min(context, self._cache.longest_sequence)
+
+    def _gpu_cache_bytes(self) -> int:
+        """What the cache may take of the card's memory, beside what is in use now and the work of a step."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        in_use = total - free - idle - self._cache.num_bytes
+        config = self._model.config
+        logits = 4 * 4 * self._max_batch_size * config.vocab_size
+        widest = 8 * config.hidden_size + 3 * config.intermediate_size
+        work = logits + widest * self._max_prefill_rows * self.dtype.itemsize
+        budget = int(self._gpu_memory_utilization * total) - in_use - work
+        if budget <= 0:
+            raise RuntimeError(
+                f"no memory is left for the cache: gpu_memory_utilization={self._gpu_memory_utilization} of "
+                f"{total} bytes, {in_use} in use (weights included), {work} for one step. Raise "
+                "gpu_memory_utilization or free memory."
+            )
+        return budget
+
+    def _decode_text(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            # transformers makes an empty tokenizer of a folder that has none.
+            if not any(self.model_path.glob("tokenizer*")) and not (self.model_path / "vocab.json").is_file():
+                raise RequestRefused(
+                    f"sample_params.stops needs the model's tokenizer, and {self.model_path} holds none."
+                )
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def read_eos_ids(model_path: str | Path) -> list[int]:
+    """EOS ids of a model folder: generation_config.json's, else config.json's. Raises if neither has any."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if value is not None and value != []:
+                return [value] if isinstance(value, int) else list(value)
+    raise ValueError(
+        f"{model_path}: neither generation_config.json nor config.json has eos_token_id, so no response "
+        "would ever end by itself. Add the id of the token that ends a turn to generation_config.json."
+    )
+
+
+def _stage(request: GenerateRequest) -> LogprobStage:
+    return "raw" if is_greedy(request.params) else "sampled"
+
+
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [B] and float32 [B] in one transfer: the only wait for the device in a step."""
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logprobs.numpy()
+    both = torch.stack((tokens, logprobs.view(torch.int32).long())).cpu().numpy()
+    return both[0], both[1].astype(np.int32).view(np.float32)

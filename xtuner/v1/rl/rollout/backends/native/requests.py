@@ -1,0 +1,92 @@
+"""From a request to a sequence, or to the reason why it cannot be served."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xtuner.v1.data_proto import SampleParams
+
+from ..base import GenerateRequest
+from .sampler import scatter_seed
+from .scheduler import Sequence
+from .stop_strings import StopStrings
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: 1/T would leave nothing but the largest logit, or overflow."""
+
+
+class RequestRefused(ValueError):
+    """The request can never be served; the message says why."""
+
+
+@dataclass(slots=True)
+class RequestLimits:
+    """What a request is checked against."""
+
+    vocab_size: int
+    context_length: int
+    """Longest prompt + response in tokens."""
+    eos_ids: list[int]
+    decode: Callable[[list[int]], str]
+    """Ids to text, for requests with stop strings. Raises RequestRefused if there is no tokenizer."""
+
+
+def is_greedy(params: SampleParams) -> bool:
+    """Whether the most likely token is taken."""
+    return params.temperature < _GREEDY_BELOW or params.top_k == 1
+
+
+def make_sequence(request: GenerateRequest, limits: RequestLimits) -> Sequence:
+    """Raises RequestRefused. A response longer than the context allows is cut to what fits."""
+    p, prompt = request.params, len(request.prompt_ids)
+    _check_prompt(request.prompt_ids, limits)
+    _check_params(p, limits)
+    greedy = is_greedy(p)
+    top_k = p.top_k if p.top_k > 0 else limits.vocab_size
+    top_p = p.top_p if p.top_p < 1 else 2.0
+    parameters = (
+        scatter_seed(request.seed), prompt + p.min_tokens, top_k, top_p,
+        1.0 if greedy else 1.0 / p.temperature, p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
+        greedy, not greedy and (top_k < limits.vocab_size or top_p < 1),
+        p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0,
+    )  # fmt: skip
+    limit = min(prompt + p.max_tokens, limits.context_length)
+    stops = StopStrings(p.stops, limits.decode) if p.stops else None
+    return Sequence(request, limit, parameters, limits.eos_ids + p.stop_token_ids, stops)
+
+
+def _check_prompt(ids: list[int], limits: RequestLimits) -> None:
+    if not ids:
+        raise RequestRefused("the prompt is empty: there is nothing to continue.")
+    if len(ids) + 1 > limits.context_length:
+        raise RequestRefused(
+            f"a prompt of {len(ids)} tokens and one token of response do not fit into the context of "
+            f"{limits.context_length} tokens: raise context_length or the cache budget, or filter the prompts."
+        )
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise RequestRefused(
+            f"prompt id {bad} is outside the model's vocabulary of {limits.vocab_size}: "
+            "tokenizer and model do not belong together."
+        )
+
+
+def _check_params(p: SampleParams, limits: RequestLimits) -> None:
+    if p.top_logprobs > 1:
+        raise RequestRefused(
+            f"sample_params.top_logprobs={p.top_logprobs}: the native engine reports the sampled token only; "
+            "set it to 1."
+        )
+    if not p.return_token_ids:
+        raise RequestRefused("sample_params.return_token_ids=False: the native engine speaks ids; set True.")
+    if not p.no_stop_trim:
+        raise RequestRefused(
+            "sample_params.no_stop_trim=False: the native engine keeps the stop token: it is trained; set True."
+        )
+    if any(not stop for stop in p.stops):
+        raise RequestRefused("sample_params.stops holds an empty string: it would end every response.")
+    if p.stops:
+        limits.decode([])
+    if bad := [i for i in p.stop_token_ids if not 0 <= i < limits.vocab_size]:
+        raise RequestRefused(
+            f"sample_params.stop_token_ids={bad} are outside the model's vocabulary of {limits.vocab_size}."
+        )

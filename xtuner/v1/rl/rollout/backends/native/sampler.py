@@ -1,0 +1,205 @@
+"""From logits to one token and its log-prob a row."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SAMPLING_FIELDS = [
+    ("seed", np.int64), ("min_length", np.int64), ("top_k", np.int64), ("top_p", np.float32),
+    ("inv_temperature", np.float32), ("repetition", np.float32), ("presence", np.float32),
+    ("frequency", np.float32), ("greedy", np.bool_), ("truncated", np.bool_), ("penalised", np.bool_),
+]  # fmt: skip
+"""Columns of the slot table that the sampler reads. `min_length`: prompt length + min_tokens."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: int64 `>>` would repeat the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) a row from (seed, position of the token in its sequence): float64 [B].
+
+    The splitmix64 finaliser (Steele, Lea & Flood 2014) of seed + position * golden ratio, so a request's
+    randomness depends on neither device, batch, nor what was drawn before.
+    """
+    z = seeds + (positions + 1) * _signed(_GOLDEN)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z = (z ^ _shift_right(z, shift)) * _signed(factor)
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).double() * 2.0**-53
+
+
+def scatter_seed(seed: int) -> int:
+    """An int64 whose neighbours are far apart, so that seeds 1, 2, 3 … give unrelated sequences."""
+    z = (seed * _GOLDEN + _MIX_2) % (1 << 64)
+    z = (z ^ (z >> 29)) * _MIX_1 % (1 << 64)
+    return _signed(z ^ (z >> 32))
+
+
+@dataclass(slots=True)
+class Penalties:
+    """What n of the rows have said so far. `ids` is padded with ids of the same row."""
+
+    rows: Tensor
+    """int64 [n]"""
+    ids: Tensor
+    """int64 [n, L], prompt and response."""
+    generated: Tensor
+    """bool [n, L], true for response tokens."""
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    """float32 [n, 1] each."""
+
+
+@dataclass(slots=True)
+class Truncation:
+    """Top-k and top-p of n of the rows."""
+
+    rows: Tensor
+    """int64 [n]"""
+    top_k: Tensor
+    """int64 [n, 1]; off: the vocabulary size."""
+    top_p: Tensor
+    """float32 [n, 1]; off: 2."""
+    max_k: int
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Parameters of the B rows on the device. What no row uses is None and costs nothing."""
+
+    seeds: Tensor
+    """int64 [B]"""
+    positions: Tensor
+    """int64 [B], position in its sequence of the token to be drawn."""
+    inv_temperature: Tensor
+    """float32 [B, 1]"""
+    greedy: Tensor | None = None
+    """bool [B]"""
+    all_greedy: bool = False
+    forbidden: Tensor | None = None
+    """int64 [m, S] ids that `forbidden_rows` may not draw yet (min_tokens)."""
+    forbidden_rows: Tensor | None = None
+    """int64 [m]"""
+    truncation: Truncation | None = None
+    penalties: Penalties | None = None
+
+    @classmethod
+    def build(
+        cls, rows: np.ndarray, tokens: np.ndarray, stop_ids: np.ndarray, vocab_size: int, device: torch.device
+    ) -> "SamplingBatch":
+        """From a slice of the slot table [B], the rows' ids [B, L] and their end ids [B, S]."""
+
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        def column(name: str, index: np.ndarray) -> Tensor:
+            return put(rows[name][index, None])
+
+        integers = put(np.stack((rows["seed"], rows["length"])))
+        batch = cls(integers[0], integers[1], put(rows["inv_temperature"][:, None]))
+        if rows["greedy"].any():
+            batch.greedy, batch.all_greedy = put(rows["greedy"]), bool(rows["greedy"].all())
+        early = np.flatnonzero(rows["length"] < rows["min_length"])
+        if early.size:
+            batch.forbidden, batch.forbidden_rows = put(stop_ids[early]), put(early)
+        cut = np.flatnonzero(rows["truncated"])
+        if cut.size:
+            max_k = min(int(rows["top_k"][cut].max()), vocab_size)
+            batch.truncation = Truncation(put(cut), column("top_k", cut), column("top_p", cut), max_k)
+        said = np.flatnonzero(rows["penalised"])
+        if said.size:
+            length, prompt = rows["length"][said, None], rows["prompt_length"][said, None]
+            place = np.arange(length.max())[None]
+            # Padding repeats the last id, so that writes to the same place agree.
+            ids = np.take_along_axis(tokens[said], np.minimum(place, length - 1), 1).astype(np.int64)
+            generated = (place >= prompt) & (length > prompt)
+            last = np.minimum(place, length - 1) == place
+            batch.penalties = Penalties(
+                put(said), put(ids), put(generated & last),
+                column("repetition", said), column("presence", said), column("frequency", said),
+            )  # fmt: skip
+        return batch
+
+
+def _penalise(logits: Tensor, p: Penalties) -> Tensor:
+    """Logits [B, V] after the penalties of the rows that have them: repetition first."""
+    part = logits[p.rows]
+    seen = part.gather(1, p.ids)
+    part.scatter_(1, p.ids, torch.where(seen > 0, seen / p.repetition, seen * p.repetition))
+    counts = torch.zeros_like(part).scatter_add_(1, p.ids, p.generated.to(part.dtype))
+    part -= p.presence * (counts > 0) + p.frequency * counts
+    return logits.index_copy(0, p.rows, part)
+
+
+def _truncate(scaled: Tensor, t: Truncation) -> Tensor:
+    """-inf outside the top-k tokens and, of these, outside the smallest set that reaches top-p."""
+    part = scaled[t.rows]
+    values, ids = part.topk(t.max_k)
+    ranks = torch.arange(t.max_k, device=part.device)
+    values = values.masked_fill(ranks >= t.top_k, -torch.inf)
+    probs = values.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    before[:, 0] = 0
+    values = values.masked_fill(before >= t.top_p, -torch.inf)
+    return scaled.index_copy(0, t.rows, torch.full_like(part, -torch.inf).scatter_(1, ids, values))
+
+
+def _forbid(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    part = logits[rows].scatter_(1, ids, -torch.inf)
+    return logits.index_copy(0, rows, part)
+
+
+def _chosen_logprob(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B] and their log-probs float32 [B] from float32 logits [B, V].
+
+    Sampled rows: inverse of the cumulative distribution at one uniform number; the log-prob is of the
+    distribution drawn from (after penalties, temperature, top-k and top-p). Greedy rows: the largest logit; the
+    log-prob is of the softmax of the logits as the model gave them. Logits that are not finite give a log-prob
+    that is not.
+    """
+    scores = logits
+    if batch.penalties is not None:
+        scores = _penalise(scores, batch.penalties)
+    if batch.forbidden is not None and batch.forbidden_rows is not None:
+        scores = _forbid(scores, batch.forbidden_rows, batch.forbidden)
+    if batch.all_greedy:
+        tokens = scores.argmax(-1)
+        return tokens, _chosen_logprob(logits, tokens)
+
+    scaled = scores * batch.inv_temperature
+    if batch.truncation is not None:
+        scaled = _truncate(scaled, batch.truncation)
+    scaled -= scaled.amax(-1, keepdim=True)
+    weights = scaled.exp()
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    target = (uniform(batch.seeds, batch.positions)[:, None] * total).to(total.dtype)
+    # Strictly below the total: the first entry above the target is then a token whose weight is not 0.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    if logits.is_cuda:
+        # A parallel prefix sum may rise by a rounding error at a token of weight 0.
+        tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
+    logprobs = (scaled.gather(1, tokens) - weights.sum(-1, keepdim=True).log())[:, 0]
+    tokens = tokens[:, 0]
+    if batch.greedy is not None:
+        tokens = torch.where(batch.greedy, scores.argmax(-1), tokens)
+        logprobs = torch.where(batch.greedy, _chosen_logprob(logits, tokens), logprobs)
+    return tokens, logprobs

@@ -1,0 +1,189 @@
+"""Which sequences run, in which slots, and when they end. Knows no tensors and no model."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from xtuner.v1.data_proto import FinishReason
+
+from ..base import GenerateRequest
+from .sampler import SAMPLING_FIELDS
+from .stop_strings import StopStrings
+
+_ROW = np.dtype(
+    [("arrival", np.int64), ("prompt_length", np.int64), ("length", np.int64), ("limit", np.int64),
+     ("has_stops", np.bool_), *SAMPLING_FIELDS]
+)  # fmt: skip
+
+_ADMISSIONS = 16
+"""A full batch is renewed in at least this many parts."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way. While it runs, its ids and numbers are in the scheduler's slot table."""
+
+    request: GenerateRequest
+    limit: int
+    """Longest prompt + response."""
+    parameters: tuple
+    """Values of SAMPLING_FIELDS."""
+    stop_ids: list[int]
+    """Ids that end it, EOS included; never empty."""
+    stops: StopStrings | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """Response so far; filled when the sequence leaves its slot."""
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+
+class Scheduler:
+    """First come, first served. The running sequences are in slots [0, B); `running[b]` is in slot b.
+
+    All that a step asks of a sequence stands in arrays with one row a slot, so that a step costs the same few
+    numpy calls for any batch.
+    """
+
+    def __init__(self, max_batch_size: int) -> None:
+        self.max_batch_size = max_batch_size
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._arrivals = 0
+        self._table = np.zeros(max_batch_size, _ROW)
+        self._tokens = np.zeros((max_batch_size, 0), np.int32)
+        self._logprobs = np.zeros((max_batch_size, 0), np.float32)
+        self._stop_ids = np.zeros((max_batch_size, 1), np.int64)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest running sequence."""
+        return int(self.rows()["length"].max(initial=0))
+
+    def rows(self, first: int = 0) -> np.ndarray:
+        """The slot table [B - first] from a slot on: parameters and lengths."""
+        return self._table[first : len(self.running)]
+
+    def tokens(self, first: int = 0) -> np.ndarray:
+        """int32 [B - first, L], ids by position, prompt included."""
+        return self._tokens[first : len(self.running)]
+
+    def stop_ids(self, first: int = 0) -> np.ndarray:
+        """int64 [B - first, S], ids that end each sequence; padded with one of them."""
+        return self._stop_ids[first : len(self.running)]
+
+    def last_tokens(self) -> np.ndarray:
+        """int64 [B]."""
+        batch = len(self.running)
+        return self._tokens[np.arange(batch), self.rows()["length"] - 1].astype(np.int64)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self, fits: Callable[[int, int], bool], max_rows: int) -> list[np.ndarray]:
+        """Give slots to waiting sequences in order, as long as `fits(batch, longest)` and at most `max_rows`
+        prompt tokens (equal prompts count once) come in. Returns their ids, in slot order from the old B on.
+
+        Beside a running batch it waits until a few can come in together: a forward for one prompt costs as much
+        as a decode step of all, and siblings that come in one by one do not share their prompt.
+        """
+        first, rows, longest = len(self.running), 0, self.max_length
+        few = min(len(self.waiting), max(1, self.max_batch_size // _ADMISSIONS))
+        if not few or (first and not self._has_room_for(few, fits)):
+            return []
+        seen: set[bytes] = set()
+        prompts: list[np.ndarray] = []
+        while self.waiting and len(self.running) < self.max_batch_size:
+            sequence = self.waiting[0]
+            longest = max(longest, sequence.length)
+            if not fits(len(self.running) + 1, longest):
+                break
+            ids = np.array(sequence.request.prompt_ids + sequence.token_ids, np.int32)
+            if (key := ids.tobytes()) not in seen:
+                if seen and rows + ids.size > max_rows:
+                    break
+                seen.add(key)
+                rows += ids.size
+            self.running.append(self.waiting.popleft())
+            prompts.append(ids)
+        if prompts:
+            self._fill(first, prompts)
+        return prompts
+
+    def _has_room_for(self, count: int, fits: Callable[[int, int], bool]) -> bool:
+        batch = len(self.running) + count
+        longest = max(sequence.length for sequence in islice(self.waiting, count))
+        return batch <= self.max_batch_size and fits(batch, max(longest, self.max_length))
+
+    def _fill(self, first: int, prompts: list[np.ndarray]) -> None:
+        new = self.running[first:]
+        self._widen(max(sequence.length for sequence in new) + 1, max(len(s.stop_ids) for s in new))
+        self._table[first : len(self.running)] = [
+            (arrival, len(s.request.prompt_ids), s.length, s.limit, s.stops is not None, *s.parameters)
+            for arrival, s in enumerate(new, self._arrivals)
+        ]
+        self._arrivals += len(new)
+        for slot, (sequence, ids) in enumerate(zip(new, prompts, strict=True), first):
+            self._tokens[slot, : ids.size] = ids
+            if sequence.token_ids:
+                self._logprobs[slot, len(sequence.request.prompt_ids) : ids.size] = sequence.logprobs
+            self._stop_ids[slot] = sequence.stop_ids[0]
+            self._stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
+
+    def _widen(self, length: int, stop_ids: int) -> None:
+        if (missing := length - self._tokens.shape[1]) > 0:
+            pad = ((0, 0), (0, max(missing, self._tokens.shape[1], 64)))
+            self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
+        if (missing := stop_ids - self._stop_ids.shape[1]) > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), mode="edge")
+
+    def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, FinishReason]]:
+        """Append one token to every slot from `first` on. Returns (slot, reason) of those that are done."""
+        rows = self.rows(first)
+        self._widen(int(rows["length"].max()) + 1, 1)
+        slots = np.arange(first, len(self.running))
+        self._tokens[slots, rows["length"]] = tokens
+        self._logprobs[slots, rows["length"]] = logprobs
+        rows["length"] += 1
+        stopped = (tokens[:, None] == self.stop_ids(first)).any(1)
+        for i in np.flatnonzero(rows["has_stops"]):
+            stops = self.running[first + i].stops
+            found = stops is not None and stops.push(int(tokens[i]))
+            stopped[i] |= found and rows["length"][i] >= rows["min_length"][i]
+        full = rows["length"] >= rows["limit"]
+        return [(first + int(i), "stop" if stopped[i] else "length") for i in np.flatnonzero(stopped | full)]
+
+    def youngest(self) -> int:
+        """Slot of the sequence that was admitted last."""
+        return int(self.rows()["arrival"].argmax())
+
+    def release(self, slots: list[int]) -> tuple[list[Sequence], list[int], list[int]]:
+        """Take sequences out, with their responses. The last ones move into the holes.
+
+        Returns the sequences and which slots the cache must move: sources, targets.
+        """
+        released = []
+        for slot in slots:
+            sequence = self.running[slot]
+            prompt, length = len(sequence.request.prompt_ids), int(self._table["length"][slot])
+            sequence.token_ids = self._tokens[slot, prompt:length].tolist()
+            sequence.logprobs = self._logprobs[slot, prompt:length].tolist()
+            released.append(sequence)
+        gone, left = set(slots), len(self.running) - len(slots)
+        targets = sorted(slot for slot in gone if slot < left)
+        sources = [slot for slot in range(left, len(self.running)) if slot not in gone]
+        for source, target in zip(sources, targets, strict=True):
+            self.running[target] = self.running[source]
+        for array in (self._table, self._tokens, self._logprobs, self._stop_ids):
+            array[targets] = array[sources]
+        del self.running[left:]
+        return released, sources, targets
