@@ -77,6 +77,22 @@ def test_state_of_other_data_is_refused(loader, other, error):
         loader(**other).load_state_dict(state)
 
 
+def test_what_a_run_can_check_before_it_starts(tokenizer, row, write_jsonl):
+    path = write_jsonl([row("one"), row("two", data_source={"a": 1.0, "b": 0.5})])
+    mapped = RLTextTokenizeFnConfig(data_judger_mapping={"openai/gsm8k": "exact", "a": "exact", "b": "length"})
+    for _ in range(2):  # measured, then from the cache
+        prompts = DataloaderConfig(
+            dataset_config_list=[
+                {"dataset": DatasetConfig(anno_path=path), "tokenize_fn": RLTextTokenizeFnConfig()},
+                {"dataset": DatasetConfig(anno_path=path, sample_ratio=0.5), "tokenize_fn": mapped},
+            ],
+            collator="fake_collator",
+            pack_level="none",
+        ).build(tokenizer, seed=0)
+        assert prompts.judger_names == {"openai/gsm8k", "a", "b", "exact", "length"}
+        assert prompts.prompt_lengths.tolist() == [prompts[i].num_tokens for i in range(3)]
+
+
 def test_states_are_fresh(loader):
     prompts = loader(num_rows=1)
     first = prompts.next()

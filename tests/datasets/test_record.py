@@ -89,8 +89,14 @@ def test_tool_calls_need_no_content():
         (b'{"prompt": "cut o', r"not valid JSON .*column"),
         (b"[1, 2]", r"one JSON object a line, got a list"),
         ('{"prompt": "é"}'.encode("latin-1"), r"not UTF-8"),
+        (rb'{"prompt": "\uD83D"}', r"half of a surrogate pair"),
+        (b"[" * 200_000, r"nested too deeply"),
     ],
 )
 def test_wrong_lines(data, error):
     with pytest.raises(RowError, match=error):
         parse_json(data)
+
+
+def test_whole_surrogate_pairs_are_characters():
+    assert parse_json(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}

@@ -43,6 +43,16 @@ class PromptDataloader:
         """Rows left out: prompts over the limit and, where they are skipped, bad rows."""
         return sum(dataset.num_dropped for dataset in self._datasets)
 
+    @property
+    def judger_names(self) -> set[str]:
+        """Every judger that a row names."""
+        return set().union(*(dataset.judger_names for dataset in self._datasets))
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """Tokens of each prompt in the order of the data, int64 [len(self)]."""
+        return np.concatenate([dataset.prompt_lengths for dataset in self._datasets])
+
     def next(self) -> RolloutState:
         """The next prompt; behind the last one of an epoch the first one of the next."""
         if self.position == len(self):

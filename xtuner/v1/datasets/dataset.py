@@ -25,6 +25,7 @@ class JsonlDataset:
         files, indexes = zip(*indexed, strict=True)
         self.name = name
         self.num_dropped = sum(index.notes.num_bad for index in indexes)
+        self.judger_names = {judger for index in indexes for judger in index.notes.judger_names}
         self._files = files
         self._tokenize_fn = tokenize_fn
         self._offsets, self._line_numbers, self._num_tokens = (
@@ -57,8 +58,7 @@ class JsonlDataset:
         return self._num_tokens[self._rows]
 
     def drop_longer(self, limit: int, field: str, keep: bool = False) -> None:
-        """Leave out prompts of more than `limit` tokens, or with `keep` only count them; `field` set the
-        limit."""
+        """Leave out prompts over `limit` tokens (or with `keep` only count them); `field` set the limit."""
         lengths = self.prompt_lengths
         num_longer = int((lengths > limit).sum())
         if not num_longer:
@@ -94,8 +94,7 @@ class JsonlDataset:
 def open_indexed(
     path: Path, tokenize_fn: RLTextTokenizeFn, cache_root: Path | None, skip_bad_lines: bool
 ) -> tuple[JsonlFile, RowIndex]:
-    """A file and its index, from the cache where it still fits, and whatever there is to say about the
-    rows."""
+    """A file and its index, from the cache where it still fits; logs what there is to say about the rows."""
     identity = file_identity(path)
     cache = FileCache(cache_root, path, identity) if cache_root else None
     file = JsonlFile(path, identity, cache.folder if cache else None)

@@ -32,6 +32,8 @@ class RowNotes:
     first_control_line: int = 0
     num_own_system: int = 0
     """Rows that bring a system message of their own."""
+    judger_names: list[str] = field(default_factory=list)
+    """Every judger that a row names, after `data_judger_mapping`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,7 @@ class RowIndex:
 
 
 def build_index(file: JsonlFile, tokenize_fn: RLTextTokenizeFn, skip_bad_lines: bool) -> RowIndex:
-    """Read the whole file once, in bounded memory. Raises ValueError at bad rows unless they are to be
-    skipped."""
+    """Read the whole file once, in bounded memory. Raises ValueError at bad rows unless told to skip them."""
     offsets, line_numbers, num_tokens = array("q"), array("q"), array("q")
     notes = RowNotes()
     progress = _Progress(file)
@@ -96,6 +97,7 @@ def _check(line: Line, tokenize_fn: RLTextTokenizeFn, notes: RowNotes) -> str:
     record = tokenize_fn.parse(parse_json(line.data))
     text = tokenize_fn.render(tokenize_fn.messages(record))
     notes.num_own_system += tokenize_fn.has_system(record)
+    notes.judger_names += [name for name in record.data_source if name not in notes.judger_names]
     if tokenize_fn.has_control_token(record):
         notes.num_control_text += 1
         notes.first_control_line = notes.first_control_line or line.number

@@ -37,8 +37,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise RowError("line", f"not UTF-8 (byte {error.start}). Save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
         raise RowError("line", f"not valid JSON ({error.msg}, column {error.colno}).") from error
+    except RecursionError as error:
+        raise RowError("line", "nested too deeply.") from error
     if not isinstance(row, dict):
         raise RowError("line", f"expected one JSON object a line, got {_kind(row)}.")
+    if b"\\ud" in data.lower():
+        _refuse_half_pairs(row)
     return row
 
 
@@ -55,6 +59,15 @@ def parse_record(row: dict[str, Any], require_ground_truth: bool) -> Record:
         reward_model=_reward_model(row.get("reward_model"), require_ground_truth),
         extra_info=extra_info or {},
     )
+
+
+def _refuse_half_pairs(row: dict[str, Any]) -> None:
+    # JSON may spell half of a surrogate pair. It is no character: no tokenizer takes it, no file can hold it.
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise RowError("line", f"{half!r} is half of a surrogate pair, not a character. Remove it.") from error
 
 
 def _required(row: dict[str, Any], key: str, what: str) -> Any:

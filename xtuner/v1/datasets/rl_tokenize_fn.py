@@ -174,7 +174,10 @@ class RLTextTokenizeFn:
         # What the last call asked for, not what the tokenizer is.
         content["truncation"] = content["padding"] = None
         try:
-            subclasses = type(self).__mro__[: -len(RLTextTokenizeFn.__mro__)]
+            subclasses = [
+                *type(self).__mro__[: -len(RLTextTokenizeFn.__mro__)],
+                *type(self.config).__mro__[: -len(RLTextTokenizeFnConfig.__mro__)],
+            ]
             own_files = sorted(Path(__file__).parent.glob("*.py"))
             files = [*own_files, *(Path(inspect.getfile(cls)) for cls in subclasses)]
             code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
