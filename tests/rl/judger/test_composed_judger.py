@@ -1,0 +1,169 @@
+"""Several judgers behind one: routing by sample, weights, merging, nesting."""
+
+import asyncio
+
+import pytest
+
+from xtuner.v1.data_proto import Status
+from xtuner.v1.rl.judger import (
+    BaseJudger,
+    ComposedJudger,
+    ComposedJudgerConfig,
+    GSM8KJudgerConfig,
+    Judger,
+    JudgerConfig,
+)
+
+
+def giving(score, **more):
+    def handler(response, label, extra_info):
+        if isinstance(score, Exception):
+            raise score
+        return {"score": score, **more}
+
+    return JudgerConfig(judger_name=f"gives {score}", reward_handler=handler)
+
+
+def judge(config, *states):
+    return asyncio.run(config.build().batch_judge(list(states)))
+
+
+BRANCHES = {"math": giving(1.0, note="m"), "style": giving(0.5), "zero": giving(0.0)}
+
+
+def test_each_sample_of_a_batch_goes_to_its_own_branch(sample):
+    sources = ["math", "style", {"zero": 1.0}, {"math": 1.0}, "style"]
+    states = judge(ComposedJudgerConfig(branches=BRANCHES), *[sample(data_source=s) for s in sources])
+    assert [s.reward["score"] for s in states] == [1.0, 0.5, 0.0, 1.0, 0.5]
+    assert states[0].reward == states[3].reward == {"score": 1.0, "note": "m"}
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", {"openai/gsm8k": 1.0}])
+def test_one_branch_gives_what_the_judger_alone_gives(source, sample):
+    alone = asyncio.run(GSM8KJudgerConfig().build().judge(sample("#### 5")))
+    [state] = judge(
+        ComposedJudgerConfig(branches={"openai/gsm8k": GSM8KJudgerConfig()}), sample("#### 5", data_source=source)
+    )
+    assert state.reward == alone.reward
+
+
+def test_weights_count(sample):
+    states = judge(
+        ComposedJudgerConfig(branches=BRANCHES),
+        sample(data_source={"math": 0.7, "style": 0.3, "zero": 5.0}),
+        sample(data_source={"style": 0.5}),
+    )
+    assert states[0].reward["score"] == pytest.approx(0.7 * 1.0 + 0.3 * 0.5)
+    assert states[0].reward["branches"]["math"] == {"score": 1.0, "note": "m"}
+    assert states[1].reward["score"] == 0.25
+
+
+def test_merge_fn_sees_the_state_and_all_rewards(sample):
+    def best(state, rewards):
+        state.reward = {"score": max(r["score"] for r in rewards.values()), "of": list(rewards)}
+        return state
+
+    config = ComposedJudgerConfig(branches=BRANCHES, merge_fn=best)
+    several, one = judge(config, sample(data_source={"style": 1.0, "math": 1.0}), sample(data_source="zero"))
+    assert several.reward == {"score": 1.0, "of": ["style", "math"]}
+    assert one.reward == {"score": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("merged", "reason"),
+    [
+        (lambda state, rewards: None, "merge_fn must return the state"),
+        (lambda state, rewards: state, "must be a number, not None"),
+        (lambda state, rewards: rewards["other"], "KeyError: 'other'"),
+    ],
+)
+def test_a_merge_fn_that_gives_no_reward_is_an_error(merged, reason, sample):
+    config = ComposedJudgerConfig(branches=BRANCHES, merge_fn=merged)
+    [state] = judge(config, sample(data_source={"style": 1.0, "math": 1.0}))
+    assert state.reward is None and reason in state.judge_error
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (None, "data_source is None"),
+        ({}, "data_source is {}"),
+        ("", "data_source names ''"),
+        ("maths", "data_source names 'maths'"),
+        ({"math": 1.0, "maths": 1.0}, "data_source names 'maths'"),
+        ({"math": float("nan")}, "weight nan"),
+    ],
+)
+def test_a_sample_that_fits_no_branch_is_told_which_there_are(source, reason, sample):
+    good, bad = judge(ComposedJudgerConfig(branches=BRANCHES), sample(data_source="math"), sample(data_source=source))
+    assert bad.reward is None and reason in bad.judge_error
+    assert "weight" in reason or "'math', 'style', 'zero'" in bad.judge_error
+    assert good.reward["score"] == 1.0
+
+
+def test_a_branch_that_fails_is_named_and_no_part_of_the_sum_is_paid(sample):
+    branches = {"math": giving(1.0), "a": giving(KeyError("k")), "b": giving(float("nan"))}
+    state, other = judge(
+        ComposedJudgerConfig(branches=branches),
+        sample(data_source={"math": 1.0, "a": 1.0}),
+        sample(data_source={"math": 1.0, "b": 1.0}),
+    )
+    assert state.reward is None and state.judge_error.startswith("branch 'a': KeyError: 'k'")
+    assert other.reward is None and other.judge_error.startswith("branch 'b': the score is nan")
+
+
+def test_nesting(sample):
+    class Doubling(Judger):
+        """Its postprocess, too, must run inside a composition."""
+
+        def get_judger_name(self):
+            return "doubling"
+
+        async def judge_payload(self, payload):
+            return len(payload["response"])
+
+        def postprocess(self, state, output):
+            state.reward = {"score": 2 * output}
+            return state
+
+    class DoublingConfig(JudgerConfig):
+        judger_name: str = "doubling"
+
+        def build_local(self):
+            return Doubling()
+
+    inner = ComposedJudgerConfig(
+        branches={"in": DoublingConfig()}, merge_fn=lambda state, rewards: pytest.fail("one branch needs no merging")
+    )
+    config = ComposedJudgerConfig(branches={"in": inner, "out": giving(1.0)})
+    [state] = judge(config, sample("abc", data_source={"in": 1.0}))
+    assert state.reward["score"] == 6.0
+    assert isinstance(config.build(), Judger) and config.build().get_judger_name() == "composed(in, out)"
+    assert "doubling" in config.model_dump_json()
+
+
+def test_aborted_samples_pass(sample):
+    [state] = judge(ComposedJudgerConfig(branches=BRANCHES), sample(status=Status.ABORTED, data_source="nowhere"))
+    assert state.reward is None and state.judge_error is None
+
+
+def test_what_is_refused_at_once():
+    class NoPayload(BaseJudger):
+        async def judge(self, state):
+            return state
+
+        def get_judger_name(self):
+            return "no payload"
+
+    with pytest.raises(TypeError, match="branch 'x' must be a Judger, not NoPayload"):
+        ComposedJudger({"x": NoPayload()})
+    with pytest.raises(ValueError, match="branches"):
+        ComposedJudgerConfig(branches={})
+    with pytest.raises(ValueError, match="merge_fn is called as"):
+        ComposedJudgerConfig(branches=BRANCHES, merge_fn=lambda state: state)
+
+    async def awaited(state, rewards):
+        return state
+
+    with pytest.raises(ValueError, match="plain function"):
+        ComposedJudgerConfig(branches=BRANCHES, merge_fn=awaited)
