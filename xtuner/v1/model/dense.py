@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
 from xtuner.v1.ops.norm import rms_norm
-from xtuner.v1.ops.rotary import RotaryTable, apply_rotary, rotary_table
+from xtuner.v1.ops.qkv import split_qkv
+from xtuner.v1.ops.rotary import RotaryTable, rotary_table
 from xtuner.v1.ops.swiglu import swiglu
 
 from .config import DenseModelConfig
@@ -41,8 +42,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DenseModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         a = config.attention
-        self.layer, self.scale = layer, a.head_dim**-0.5
-        self.num_q, self.num_kv, self.head_dim = a.num_attention_heads, a.num_key_value_heads, a.head_dim
+        self.layer, self.scale, self.eps = layer, a.head_dim**-0.5, config.rms_norm_eps
+        self.num_q, self.num_kv = a.num_attention_heads, a.num_key_value_heads
         q_size = a.num_attention_heads * a.head_dim
         qkv_size = q_size + 2 * a.num_key_value_heads * a.head_dim
         self.qkv_proj = _linear(config.hidden_size, qkv_size, a.qkv_bias, dtype)
@@ -51,11 +52,11 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
 
     def forward(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = qkv.split((self.num_q, self.num_kv, self.num_kv), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        q_weight = self.q_norm.weight if self.q_norm is not None else None
+        k_weight = self.k_norm.weight if self.k_norm is not None else None
+        q, k, v = split_qkv(
+            self.qkv_proj(x), self.num_q, self.num_kv, rotary, q_weight, k_weight, self.eps
+        )
         return self.o_proj(self._attend(q, k, v, attention).flatten(1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:

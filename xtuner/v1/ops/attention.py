@@ -1,5 +1,7 @@
 """Attention over the rows of a pack."""
 
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -7,6 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xtuner.v1.data_proto.packed import SegmentLayout
+
+from .gather import RowIndex, gather_rows
+
+# Up to this many keys a CPU is faster with all scores of a block in memory, and they are no more than a few
+# times the queries themselves.
+_MAX_EAGER_KEYS = 128
 
 
 class AttentionContext(Protocol):
@@ -34,96 +42,171 @@ def reference_attention(layout: SegmentLayout, q: Tensor, k: Tensor, v: Tensor, 
     return torch.cat(outputs)
 
 
-def _starts(lengths: list[int]) -> list[int]:
-    starts, total = [], 0
-    for length in lengths:
-        starts.append(total)
-        total += length
-    return starts
-
-
-class _Block:
-    """Segments of similar length, padded to one rectangle: B segments, queries [B, Lq], keys [B, Lp + Lq]."""
-
-    def __init__(
-        self, segments: list[int], layout: SegmentLayout, starts: list[int], device: torch.device
-    ) -> None:
-        own = torch.tensor([layout.lengths[s] for s in segments])
-        own_start = torch.tensor([starts[s] for s in segments])
-        prefixes = [layout.prefix[s] for s in segments]
-        before = torch.tensor([layout.lengths[p] if p >= 0 else 0 for p in prefixes])
-        before_start = torch.tensor([starts[p] if p >= 0 else 0 for p in prefixes])
-        lq, lp = int(own.max()), int(before.max())
-        column = torch.arange(lq)
-        self.shape = (len(segments), lq)
-        rows = own_start[:, None] + column
-        self.valid = (column < own[:, None]).to(device)
-        # Padding reads row 0: whatever it holds, no real row attends to it and its own result is dropped.
-        self.q_rows = torch.where(column < own[:, None], rows, 0).flatten().to(device)
-        self.k_rows, self.mask = self.q_rows, None
-        if lp:
-            # Prefixes end where the own rows begin, so that one causal triangle serves all.
-            left = torch.arange(lp) - (lp - before[:, None])
-            prefix_rows = torch.where(left >= 0, before_start[:, None] + left, 0)
-            self.k_rows = torch.cat((prefix_rows, self.q_rows.cpu().view(self.shape)), 1).flatten().to(device)
-            causal = (column[None, :] <= column[:, None]).expand(len(segments), lq, lq)
-            mask = torch.cat(((left >= 0)[:, None, :].expand(-1, lq, -1), causal), 2)
-            self.mask = mask[:, None].contiguous().to(device)
-
-
 class PackedAttention:
     """Attention of a whole pack at once, for training and prefill.
 
-    Index tensors are made once a pack and serve all its layers.
+    Segments of similar length are padded to rectangles ("blocks"). One gather brings the rows of all blocks and
+    heads into place, one brings the results back. The indices are made once a pack and serve all its layers.
     """
 
     def __init__(self, layout: SegmentLayout, device: torch.device | str) -> None:
-        device = torch.device(device)
-        starts = _starts(layout.lengths)
-        self.num_rows = sum(layout.lengths)
-        self._blocks = [_Block(segments, layout, starts, device) for segments in _buckets(layout)]
-        places = torch.empty(self.num_rows, dtype=torch.int64, device=device)
-        offset = 0
-        for block in self._blocks:
-            flat = block.valid.flatten().nonzero().squeeze(1)
-            places[block.q_rows[flat]] = flat + offset
-            offset += block.valid.numel()
-        self._places = places
+        self._device = torch.device(device)
+        self._num_rows = sum(layout.lengths)
+        self._blocks = [_Block.build(segments, layout) for segments in _buckets(layout)]
+        self._indices: dict[tuple[int, int], tuple[RowIndex, RowIndex, RowIndex]] = {}
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        heads, dim = q.shape[1:]
-        outputs = []
-        for block in self._blocks:
-            b = block.shape[0]
-            q_b = q.index_select(0, block.q_rows).view(b, -1, heads, dim).transpose(1, 2)
-            k_b, v_b = (
-                t.index_select(0, block.k_rows).view(b, -1, t.shape[1], dim).transpose(1, 2) for t in (k, v)
-            )
-            out = F.scaled_dot_product_attention(
-                q_b,
-                k_b,
-                v_b,
-                attn_mask=block.mask,
-                is_causal=block.mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )
-            outputs.append(out.transpose(1, 2).reshape(-1, heads, dim))
-        return torch.cat(outputs).index_select(0, self._places)
+        """See `AttentionContext`."""
+        num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+        q_index, kv_index, out_index = self._index(num_q, num_kv)
+        q_blocks = gather_rows(q.reshape(-1, dim), q_index).split([b.num_queries * num_q for b in self._blocks])
+        heads = kv_index.rows.numel() // sum(b.num_keys for b in self._blocks)
+        sizes = [b.num_keys * heads for b in self._blocks]
+        k_blocks = gather_rows(k.reshape(-1, dim), kv_index).split(sizes)
+        v_blocks = gather_rows(v.reshape(-1, dim), kv_index).split(sizes)
+        outputs = [
+            self._attend_block(i, q_b, k_b, v_b, scale, heads)
+            for i, (q_b, k_b, v_b) in enumerate(zip(q_blocks, k_blocks, v_blocks, strict=True))
+        ]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return gather_rows(out, out_index).view(-1, num_q, dim)
+
+    def _attend_block(self, i: int, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
+        """q [B * Hq * Lq, D], k and v [B * heads * Lk, D]; returns q's shape."""
+        block, dim = self._blocks[i], q.shape[-1]
+        lk, lq, n = block.keys, block.queries, block.count
+        if self._device.type == "cpu" and lk <= _MAX_EAGER_KEYS:
+            # The query heads that share keys are one taller matrix.
+            q, k, v = q.view(n * heads, -1, dim), k.view(n * heads, lk, dim), v.view(n * heads, lk, dim)
+            scores = torch.bmm(q * scale, k.transpose(1, 2))
+            scores.view(n, -1, lq, lk).add_(self._mask(i, q.dtype))
+            return torch.bmm(scores.softmax(-1), v).view(-1, dim)
+        q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, dim)
+        mask = self._mask(i, torch.bool) if block.prefix_length is not None else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads != q.shape[1]
+        )
+        return out.reshape(-1, dim)
+
+    def _mask(self, i: int, dtype: torch.dtype) -> Tensor:
+        """[B or 1, 1, Lq, Lk]: True for what is seen, or 0 there and -inf elsewhere."""
+        if (i, dtype) not in self._masks:
+            mask = self._blocks[i].mask().to(self._device)
+            if dtype != torch.bool:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+            self._masks[i, dtype] = mask
+        return self._masks[i, dtype]
+
+    def _index(self, num_q: int, num_kv: int) -> tuple[RowIndex, RowIndex, RowIndex]:
+        """Indices of queries, of keys and values, and of the way back, over flat [T * heads] rows."""
+        if (num_q, num_kv) not in self._indices:
+            q_rows = torch.cat([_per_head(b.q_rows, num_q, num_q) for b in self._blocks])
+            padding = torch.cat([_per_head(b.q_padding, num_q) for b in self._blocks])
+            q_index = RowIndex.build(q_rows, self._num_rows * num_q, padding)
+            # CUDA's masked kernels know no grouped heads: there the gather copies keys to every query head.
+            heads = num_q if self._device.type == "cuda" else num_kv
+            kv_rows = torch.cat([_per_head(b.kv_rows, heads, num_kv) for b in self._blocks])
+            kv_index = RowIndex.build(kv_rows, self._num_rows * num_kv)
+            indices = (q_index, kv_index, q_index.inverse())
+            self._indices[num_q, num_kv] = tuple(index.to(self._device) for index in indices)
+        return self._indices[num_q, num_kv]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """B segments padded to one rectangle: queries [B, Lq]; keys [B, Lp + Lq], prefixes in front.
+
+    Queries are padded behind, prefixes before, so that one causal triangle serves all segments. Padding reads a
+    row of its own segment: no other sample's values come near, not even NaNs.
+    """
+
+    q_rows: Tensor
+    """int64 [B, Lq]"""
+    q_padding: Tensor
+    """bool [B, Lq]"""
+    kv_rows: Tensor
+    """int64 [B, Lk]"""
+    prefix_length: Tensor | None
+    """int64 [B], None if no segment has a prefix."""
+
+    @classmethod
+    def build(cls, segments: list[int], layout: SegmentLayout) -> "_Block":
+        starts = torch.tensor(_starts(layout.lengths))
+        lengths = torch.tensor(layout.lengths)
+        own = torch.tensor(segments)
+        column = torch.arange(int(lengths[own].max()))
+        q_rows = starts[own, None] + column.minimum(lengths[own, None] - 1)
+        q_padding = column >= lengths[own, None]
+        prefix = torch.tensor([layout.prefix[s] for s in segments])
+        if int(prefix.max()) < 0:
+            return cls(q_rows, q_padding, q_rows, None)
+        prefix_length = lengths[prefix]
+        left = torch.arange(-int(prefix_length.max()), 0) + prefix_length[:, None]
+        prefix_rows = starts[prefix, None] + left.clamp(min=0)
+        return cls(q_rows, q_padding, torch.cat((prefix_rows, q_rows), 1), prefix_length)
+
+    @property
+    def count(self) -> int:
+        return self.q_rows.shape[0]
+
+    @property
+    def queries(self) -> int:
+        return self.q_rows.shape[1]
+
+    @property
+    def keys(self) -> int:
+        return self.kv_rows.shape[1]
+
+    @property
+    def num_queries(self) -> int:
+        return self.q_rows.numel()
+
+    @property
+    def num_keys(self) -> int:
+        return self.kv_rows.numel()
+
+    def mask(self) -> Tensor:
+        """bool [B or 1, 1, Lq, Lk], True for what is seen."""
+        causal = torch.ones(self.queries, self.queries, dtype=torch.bool).tril()
+        if self.prefix_length is None:
+            return causal[None, None]
+        longest = self.keys - self.queries
+        real = torch.arange(longest) >= longest - self.prefix_length[:, None]
+        shape = (self.count, 1, self.queries)
+        return torch.cat((real[:, None, None, :].expand(*shape, -1), causal.expand(*shape, -1)), 3)
+
+
+def _per_head(places: Tensor, heads: int, source_heads: int | None = None) -> Tensor:
+    """[B, L] rows -> flat rows of [T * source_heads], in the order [B, heads, L]; a mask is only repeated."""
+    spread = places[:, None, :].expand(-1, heads, -1)
+    if source_heads is not None:
+        head = torch.arange(heads) // (heads // source_heads)
+        spread = spread * source_heads + head[:, None]
+    return spread.flatten()
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]
 
 
 def _buckets(layout: SegmentLayout) -> list[list[int]]:
-    """Segments in groups whose padded rectangles waste little; those with and without a prefix apart."""
-    buckets: list[list[int]] = []
-    for prefixed in (False, True):
-        members = [s for s, p in enumerate(layout.prefix) if (p >= 0) == prefixed]
-        members.sort(key=lambda s: (layout.lengths[s], layout.lengths[layout.prefix[s]] if prefixed else 0))
-        current: list[int] = []
-        for s in members:
-            if current and layout.lengths[s] > 1.25 * layout.lengths[current[0]] + 8:
-                buckets.append(current)
-                current = []
-            current.append(s)
-        if current:
-            buckets.append(current)
+    """Segments in groups whose rectangles waste little, those with and without a prefix apart."""
+    lengths, prefix = layout.lengths, layout.prefix
+    plain = [s for s, p in enumerate(prefix) if p < 0]
+    prefixed = [s for s, p in enumerate(prefix) if p >= 0]
+    buckets = _runs(plain, lambda s: lengths[s])
+    for run in _runs(prefixed, lambda s: lengths[s]):
+        buckets += _runs(run, lambda s: lengths[prefix[s]])
     return buckets
+
+
+def _runs(segments: list[int], length) -> list[list[int]]:
+    """Cut the segments, sorted by length, where a run's longest would pass its shortest by a quarter."""
+    runs: list[list[int]] = []
+    for s in sorted(segments, key=length):
+        if runs and length(s) <= 1.25 * length(runs[-1][0]) + 8:
+            runs[-1].append(s)
+        else:
+            runs.append([s])
+    return runs

@@ -6,13 +6,50 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension. x [..., H], weight [H]; returns x's shape and dtype.
+    """x / rms(x) * weight over the last dimension. x [..., H], weight [H]; returns x's shape and dtype."""
+    if x.is_cuda or x.dtype != torch.float32:
+        return reference_rms_norm(x, weight, eps)
+    return _CpuRMSNorm.apply(x, weight, eps)
 
-    Half-precision inputs are normalised in float32 and rounded before the weight is applied, as the published
-    models were trained.
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same by torch's own norm: float32 inside, rounded once at the end."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / rms(x) over the last dimension, which stays with size 1."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, inv_rms: Tensor, weight: Tensor, grad_x: Tensor) -> Tensor:
+    """Write the gradient of x into `grad_x`, which may be `grad`; return the weight's.
+
+    With y = x * inv_rms: d weight = sum(grad * y), d x = inv_rms * (grad * weight - y * mean(grad * weight * y)).
     """
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    x32 = x.float()
-    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * x32.to(x.dtype)
+    width = x.shape[-1]
+    y = x * inv_rms
+    product = (grad * y).view(-1, width)
+    grad_weight = torch.mv(product.t(), product.new_ones(product.shape[0]))
+    mean = torch.mv(product, weight).div_(width).view(inv_rms.shape)
+    torch.mul(grad, weight, out=grad_x)
+    grad_x.sub_(y.mul_(mean)).mul_(inv_rms)
+    return grad_weight
+
+
+class _CpuRMSNorm(torch.autograd.Function):
+    """Torch has no fused norm for the CPU: its parts, and their backward, pass over memory many times."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        inv_rms = inverse_rms(x, eps)
+        ctx.save_for_backward(x, inv_rms, weight)
+        return (x * inv_rms).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, inv_rms, weight = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        grad_weight = rms_norm_backward(grad, x, inv_rms, weight, grad_x)
+        return grad_x, grad_weight, None

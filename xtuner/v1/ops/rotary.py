@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """Cosine and sine of every row's angles, float32 [T, D/2] each; made once a forward, used by all layers.
+    """Cosine and sine of every row's angles, float32 [T, 1, D/2] each; made once a forward, used by all layers.
 
     A class of its own and not a pair of tensors: FSDP casts the tensors among a layer's arguments to the
     compute type, and half precision is too coarse for angles.
@@ -20,12 +20,21 @@ class RotaryTable:
 
 def rotary_table(position_ids: Tensor, inv_freq: Tensor) -> RotaryTable:
     """position_ids int64 [T], inv_freq float32 [D/2]."""
-    angles = position_ids.to(torch.float32)[:, None] * inv_freq[None, :]
+    angles = position_ids.to(torch.float32)[:, None, None] * inv_freq
     return RotaryTable(angles.cos(), angles.sin())
 
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     """Rotate the pairs (i, i + D/2) of each head. x [T, heads, D]; returns the same shape and dtype."""
-    cos, sin = table.cos[:, None, :], table.sin[:, None, :]
     first, second = x.float().chunk(2, dim=-1)
+    cos, sin = table.cos, table.sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_into(out: Tensor, x: Tensor, table: RotaryTable, inverse: bool = False) -> None:
+    """out = x rotated, or rotated back, which is also the rotation's gradient. Not recorded; out is not x."""
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    sign = -1 if inverse else 1
+    torch.mul(first, table.cos, out=out_first).addcmul_(second, table.sin, value=-sign)
+    torch.mul(second, table.cos, out=out_second).addcmul_(first, table.sin, value=sign)
