@@ -134,7 +134,7 @@ def test_unjudged_samples_stay_in_the_denominator(ten):
 
 def test_what_misses_the_deadline_counts_as_failed(ten):
     controller = ScriptedController(delay=lambda s: 3600 if number(s) == 4 else 0)
-    result = evaluate(controller, make_task(ten, k=1), config=EvaluatorConfig(eval_timeout=0.3))
+    result = evaluate(controller, make_task(ten, k=1), config=EvaluatorConfig(eval_timeout=0.5))
     assert result.metrics["accuracy"] == 0.9 and result.metrics["failed"] == 1
     assert question(result.states[4]) == "q4" and "eval_timeout" in result.states[4].error_msg
     assert controller.under_way == 0

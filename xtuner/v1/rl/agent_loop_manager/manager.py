@@ -30,7 +30,7 @@ _COUNTED = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Statu
 class ProduceBatchResult:
     """The groups of a step and how they came about."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list, repr=False)
     """By task name, then `group_id`. A group may hold members that are not trainable (see `is_trainable`)."""
     samples: dict[str, int] = field(default_factory=dict)
     """Samples by status, those of dropped groups included."""

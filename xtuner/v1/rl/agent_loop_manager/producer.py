@@ -144,7 +144,10 @@ class SyncProduceStrategy:
                         running.add(task)
                         num_started += 1
                     if not running:
-                        raise RuntimeError(self._gave_up(tally, batch_size, f"{num_started} groups tried"))
+                        why = (
+                            f"{num_started} groups tried, max_groups_factor={self._config.max_groups_factor}"
+                        )
+                        raise RuntimeError(self._gave_up(tally, batch_size, why, _hint(tally)))
                     task = await finished.get()
                     running.discard(task)
                     group, seconds = task.result()
@@ -159,7 +162,8 @@ class SyncProduceStrategy:
             if not deadline.expired():
                 raise
             why = f"step_timeout={self._config.step_timeout} s over with {len(running)} groups under way"
-            raise RuntimeError(self._gave_up(tally, batch_size, why)) from None
+            hint = "Raise it if the engines are only slow."
+            raise RuntimeError(self._gave_up(tally, batch_size, why, hint)) from None
         finally:
             await cancel_all(running)
         self._count_stopped(tally, len(running), batch_size)
@@ -209,16 +213,20 @@ class SyncProduceStrategy:
                 f"{batch_size - tally.missing} of {batch_size} groups; {num_stopped} under way were given up."
             )
 
-    def _gave_up(self, tally: Tally, batch_size: int, why: str) -> str:
+    def _gave_up(self, tally: Tally, batch_size: int, why: str, hint: str) -> str:
         usable = self._buffer.count(self._task_name)
-        hint = "Mend what made them fail"
-        if tally.dropped and _most_common(list(tally.dropped.elements())) == "filtered":
-            hint = "is_valid_sample_fn keeps too few groups (rewards all alike?): loosen it, change the data"
         return (
-            f"task {self._task_name!r}: only {usable} of {batch_size} groups are usable, {why} "
-            f"(max_groups_factor={self._config.max_groups_factor}). {hint}, or raise the limit. "
+            f"task {self._task_name!r}: only {usable} of {batch_size} groups are usable ({why}). {hint} "
             f"{tally.report()}"
         )
+
+
+def _hint(tally: Tally) -> str:
+    if _most_common(list(tally.dropped.elements())) == "filtered":
+        return (
+            "is_valid_sample_fn keeps too few groups: loosen it, change the data, or raise max_groups_factor."
+        )
+    return "Mend what made them fail; the last errors stand below."
 
 
 def _most_common(reasons: list[str]) -> str:
