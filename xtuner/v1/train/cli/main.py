@@ -40,9 +40,7 @@ ConfigArgument = Annotated[
     Path | None,
     typer.Argument(metavar="CONFIG", help="Python file that defines `trainer`.", show_default=False),
 ]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="The same, as an option.", show_default=False)
-]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="The same, as an option.", show_default=False)]
 WorkDir = Annotated[
     Path | None, typer.Option(help="Folder of the run. Also stands in for WORK_DIR if the config reads it.")
 ]
@@ -59,9 +57,7 @@ SetOption = Annotated[
         help="Replace a field: train_worker_cfg.optim_cfg.lr=3e-4. Repeatable.",
     ),
 ]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Show tracebacks of mistakes in the config too (XTUNER_DEBUG=1).")
-]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of mistakes in the config too (XTUNER_DEBUG=1).")]
 
 
 @app.callback(invoke_without_command=True)
@@ -131,7 +127,12 @@ def gsm8k(
     def body(signals: StopSignals) -> None:
         from xtuner.v1.utils.convert_gsm8k import convert
 
-        convert(input_dir, out_dir)
+        try:
+            counts = convert(input_dir, out_dir)
+        except (OSError, ValueError, ImportError) as error:
+            raise UserError(str(error)) from error
+        for split, count in counts.items():
+            typer.echo(f"{out_dir / split}.jsonl: {count:,} rows")
 
     sys.exit(run_process(body, debug))
 
@@ -139,7 +140,8 @@ def gsm8k(
 @app.command()
 def demo(
     work_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("work_dirs/demo"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
+    accelerator: Annotated[Accelerator, typer.Option(help="Where to compute.")] = Accelerator.cpu,
     debug: Debug = False,
 ) -> None:
     """Train a tiny model on this machine: no GPU, no download."""
@@ -147,7 +149,7 @@ def demo(
     def body(signals: StopSignals) -> None:
         from xtuner.v1.train.demo import run_demo
 
-        run_demo(work_dir, steps)
+        run_demo(work_dir, steps, accelerator.value)
 
     sys.exit(run_process(body, debug))
 
@@ -174,9 +176,7 @@ def _resolve(
         "--launcher": ("launcher", launcher and launcher.value),
     }
     overrides = [
-        Override(path, str(value), f"{name} {value}")
-        for name, (path, value) in options.items()
-        if value is not None
+        Override(path, str(value), f"{name} {value}") for name, (path, value) in options.items() if value is not None
     ]
     overrides += [Override.parse(text) for text in set_ or []]
     return apply_overrides(load_trainer(config or config_option, work_dir), overrides)  # type: ignore[arg-type]
@@ -185,9 +185,7 @@ def _resolve(
 def _build(trainer_cfg: Any) -> Any:
     try:
         return trainer_cfg.build()
-    except (
-        ValueError
-    ) as error:  # `build` refuses what `check` finds: mistakes of the user, all of them at once
+    except ValueError as error:  # `build` refuses what `check` finds: mistakes of the user, all of them at once
         if problems := trainer_cfg.check():
             raise UserError(_problem_text(problems)) from error
         raise

@@ -73,9 +73,7 @@ class _Draft:
             node = node._child(key, names[0], override)
             names = names[_skipped_index(node, names) :]
             if not names:
-                raise UserError(
-                    f"{override.option}: replace the fields of {join_path(node.path)}, not the item itself"
-                )
+                raise UserError(f"{override.option}: replace the fields of {join_path(node.path)}, not the item itself")
 
     def finish(self, given: list[tuple[Path, Override]]) -> Any:
         """The new object, validated from the inside out."""
@@ -143,9 +141,7 @@ class _Draft:
         wrong = [(*self.path, *clean_loc(item["loc"])) for item in error.errors()]
         blamed = [o for p, o in given if any(p[: len(w)] == w or w[: len(p)] == p for w in wrong)]
         options = " ".join(dict.fromkeys(o.option for o in blamed)) or "the command line"
-        return "\n".join(
-            [f"{options}: not valid", *(f"  {line}" for line in validation_lines(error, self.path))]
-        )
+        return "\n".join([f"{options}: not valid", *(f"  {line}" for line in validation_lines(error, self.path))])
 
 
 def _skipped_index(node: _Draft, names: list[str]) -> int:
@@ -209,9 +205,15 @@ def _union_members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _given_values(config: BaseModel) -> dict[str, Any]:
-    """What the user gave, and parts that may have been changed in place; defaults are derived anew."""
+    """What the user gave, and parts that were changed in place; what follows from defaults is derived anew."""
     return {
         name: value
         for name, value in config
-        if name in config.model_fields_set or isinstance(value, BaseModel | dict | list | set)
+        if name in config.model_fields_set
+        or (isinstance(value, BaseModel | dict | list | set) and not _is_default(config, name, value))
     }
+
+
+def _is_default(config: BaseModel, name: str, value: Any) -> bool:
+    info = type(config).model_fields[name]
+    return not info.default_factory_takes_validated_data and info.get_default(call_default_factory=True) == value

@@ -23,7 +23,7 @@ def plan_rows(cfg: Any) -> list[tuple[str, str]]:
     worker, rollout = cfg.train_worker_cfg, cfg.rollout_config
     rows = [
         ("model", f"{cfg.load_from} ({_model(worker.model_cfg)})"),
-        ("engine", f"{rollout.backend or 'native'}, context {rollout.context_length or 'of the model'}"),
+        ("engine", f"{_engine(rollout)}, context {rollout.context_length or 'of the model'}"),
         ("workers", _workers(cfg)),
     ]
     for task in cfg.agent_loop_manager_cfg.task_list():
@@ -50,6 +50,13 @@ def plan_rows(cfg: Any) -> list[tuple[str, str]]:
 
 def _model(model_cfg: Any) -> str:
     return f"{type(model_cfg).__name__}: {model_cfg.num_hidden_layers} layers, hidden {model_cfg.hidden_size}"
+
+
+def _engine(rollout: Any) -> str:
+    try:
+        return rollout.resolve_backend()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
 
 
 def _workers(cfg: Any) -> str:
@@ -115,7 +122,5 @@ def _seed(cfg: Any) -> str:
 def _given(config: Any) -> str:
     """The fields that the user gave."""
     return ", ".join(
-        f"{name}={getattr(config, name)!r}"
-        for name in type(config).model_fields
-        if name in config.model_fields_set
+        f"{name}={getattr(config, name)!r}" for name in type(config).model_fields if name in config.model_fields_set
     )

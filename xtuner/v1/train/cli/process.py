@@ -28,9 +28,7 @@ class StopSignals:
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
-        interrupt: Any = signal.getsignal(
-            signal.SIGINT
-        )  # python's, or the one of the event loop that is running
+        interrupt: Any = signal.getsignal(signal.SIGINT)  # python's, or the one of the event loop that is running
         if callable(interrupt):
             interrupt(signal.SIGINT, frame)
         else:
@@ -56,9 +54,7 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
     except KeyboardInterrupt:
         return _stopped(signals)
     except SystemExit as error:
-        if (
-            signals.received is not None or error.code == signal.SIGTERM
-        ):  # ray's own handler exits with the signal
+        if signals.received is not None or error.code == signal.SIGTERM:  # ray's own handler exits with the signal
             signals.received = signals.received or signal.SIGTERM
             return _stopped(signals)
         return _failed(f"the run was ended from inside by sys.exit({error.code!r})")

@@ -57,9 +57,7 @@ def _call_at(frame: traceback.FrameSummary) -> ast.Call | None:
         return None
     for node in ast.walk(tree):
         here = (
-            (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-            if isinstance(node, ast.Call)
-            else None
+            (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) if isinstance(node, ast.Call) else None
         )
         if here == position:
             return node  # type: ignore[return-value]
