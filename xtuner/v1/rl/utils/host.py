@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 import pickle
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,9 @@ class Host:
     worker: calls to one worker keep their order, and a long one does not hold up the others.
     """
 
-    def __init__(self, num_threads: int | None = None):
+    def __init__(self, num_threads: int | None = None, search_path: Sequence[str] = ()):
+        """`num_threads`: of torch. `search_path`: the driver's sys.path, for the modules of a user's classes."""
+        sys.path.extend(folder for folder in search_path if folder not in sys.path)
         if num_threads is not None:
             import torch
 

@@ -21,8 +21,11 @@ from .handles import Handle, LocalHandle, WorkerLostError
 from .host import Host, Outcome, register, unregister
 from .resources import AcceleratorResourcesConfig, CPUResourcesConfig
 
+Resources = AcceleratorResourcesConfig | CPUResourcesConfig
 LauncherKind = Literal["auto", "local", "ray"]
 
+CONFIG_MARK = "__xtuner_config__"
+"""Attribute of the module that a config file was loaded as."""
 _START_S = 600.0
 """Longest wait for processes and constructors: torch imported by many processes at once takes minutes."""
 _MAX_CALLS = 1_000_000
@@ -38,9 +41,7 @@ class Launcher(Protocol):
     def spawn_on(self, rank: int, name: str, cls: type, *args: Any, **kwargs: Any) -> Handle:
         """`cls(*args, **kwargs)` in the process of accelerator bundle `rank`, beside all others there."""
 
-    def spawn_cpu(
-        self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any
-    ) -> list[Handle]:
+    def spawn_cpu(self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
         """`resources.num_workers` workers without an accelerator, each in a process of its own under Ray."""
 
     def rendezvous(self) -> tuple[str, int]:
@@ -80,9 +81,7 @@ class LocalLauncher:
         register(name, worker)
         return LocalHandle(worker)
 
-    def spawn_cpu(
-        self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any
-    ) -> list[Handle]:
+    def spawn_cpu(self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
         return [LocalHandle(cls(*args, **kwargs)) for _ in range(resources.num_workers)]
 
     def rendezvous(self) -> tuple[str, int]:
@@ -136,11 +135,10 @@ class RayLauncher:
         self._ray = _import_ray()
         atexit.register(self.shutdown)
         try:
+            _send_config_by_value(self._ray)
             self._owns_cluster = self._connect(address)
             self._exact = self._on_gpu and not self._owns_cluster
-            bundle = self._bundle(
-                "train", resources.num_workers, resources.num_cpus_per_worker, resources.cpu_memory_per_worker
-            )
+            bundle = self._bundle("train", resources)
             if self._on_gpu:
                 bundle["GPU"] = resources.num_accelerators_per_worker
             hosts = self._start_hosts("train", bundle, resources.num_workers, resources.pg_pack_strategy)
@@ -153,12 +151,9 @@ class RayLauncher:
         _check_rank(rank, self.world_size)
         return self._create(self._hosts[rank : rank + 1], name, cls, args, kwargs)[0]
 
-    def spawn_cpu(
-        self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any
-    ) -> list[Handle]:
-        count = resources.num_workers
-        bundle = self._bundle(name, count, resources.num_cpus_per_worker, resources.cpu_memory_per_worker)
-        hosts = self._start_hosts(name, bundle, count, resources.pg_pack_strategy)
+    def spawn_cpu(self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+        bundle = self._bundle(name, resources)
+        hosts = self._start_hosts(name, bundle, resources.num_workers, resources.pg_pack_strategy)
         return self._create(hosts, name, cls, args, kwargs)
 
     def rendezvous(self) -> tuple[str, int]:
@@ -179,7 +174,7 @@ class RayLauncher:
         if address is not None:
             ray.init(address=address, **common)
         else:
-            # Twice the cores: ranks may take all of them, and pools (judgers) again, since they take turns.
+            # Twice the cores: ranks get half of that, which is all of them; pools (judgers) take turns with them.
             ray.init(address="local", num_cpus=2 * _num_cores(), include_dashboard=False, **common)
         self._cleanup.callback(ray.shutdown)
         in_main = threading.current_thread() is threading.main_thread()
@@ -192,16 +187,17 @@ class RayLauncher:
         )
         return address is None
 
-    def _bundle(self, what: str, count: int, cpus: float, memory: int) -> dict[str, float]:
-        """What each of `count` workers reserves."""
+    def _bundle(self, what: str, asked: Resources) -> dict[str, float]:
+        """What each worker reserves: as asked, or at most an even part of half of what is free."""
+        cpus, count = asked.num_cpus_per_worker, asked.num_workers
         if self._exact:
-            return {"CPU": cpus, "memory": memory}
-        nodes = [n["Resources"].get("CPU", 0) / 2 for n in self._ray.nodes() if n["Alive"]]
-        share = min(cpus, _largest_share(nodes, count))
+            return {"CPU": cpus, "memory": asked.cpu_memory_per_worker}
+        nodes = [n["Resources"].get("CPU", 0.0) for n in self._ray.nodes() if n["Alive"]]
+        free = self._ray.available_resources().get("CPU", 0.0) / max(sum(nodes), 1.0)
+        share = min(cpus, _largest_share([n * free / 2 for n in nodes], count))
         if share < cpus:
             get_logger().info(
-                f"{what}: {count} workers x {cpus:g} CPUs asked, lowered to {share:g} each "
-                f"({sum(nodes):g} cores); memory is not reserved."
+                f"{what}: {count} workers x {cpus:g} CPUs asked, lowered to {share:g} each; memory is not reserved."
             )
         return {"CPU": share}
 
@@ -223,6 +219,7 @@ class RayLauncher:
                 "wait for others to end, or raise XTUNER_PG_READY_TIMEOUT (seconds)."
             )
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, int(bundle["CPU"]))
+        path = [os.path.abspath(folder) for folder in sys.path]
         cls = ray.remote(Host)
         hosts = []
         for i in range(count):
@@ -234,7 +231,7 @@ class RayLauncher:
                 memory=bundle.get("memory"),
                 max_concurrency=_MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-            ).remote(threads)
+            ).remote(threads, path)
             self._cleanup.callback(ray.kill, host)
             hosts.append(host)
         return hosts
@@ -254,7 +251,12 @@ class RayLauncher:
         return [RayHandle(host, name) for host in hosts]
 
     def _get(self, refs: list[Any]) -> list[Outcome]:
-        return self._ray.get(refs, timeout=_START_S)
+        try:
+            return self._ray.get(refs, timeout=_START_S)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"worker processes did not answer within {_START_S:g} s") from error
+        except self._ray.exceptions.RayActorError as error:
+            raise WorkerLostError(f"a worker process died while it started: {error}") from error
 
 
 def _check_rank(rank: int, world_size: int) -> None:
@@ -285,8 +287,7 @@ def _import_ray() -> ModuleType:
         import ray
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            "launcher 'ray' needs Ray: pip install \"xtuner[ray]\". "
-            "One worker runs without it (--num-workers 1)."
+            "launcher 'ray' needs Ray: pip install \"xtuner[ray]\". One worker runs without it (--num-workers 1)."
         ) from error
     return ray
 
@@ -313,6 +314,13 @@ def _running_cluster() -> str | None:
         get_logger().info(f"Ray: the cluster noted in {note} ({address}) does not answer.")
         return None
     return address
+
+
+def _send_config_by_value(ray: ModuleType) -> None:
+    """Functions of the user's config file travel as code: workers need not run the whole file to have them."""
+    for module in list(sys.modules.values()):
+        if getattr(module, CONFIG_MARK, False) is True:
+            ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _protect_own_cluster() -> None:
@@ -358,7 +366,5 @@ def _num_cores() -> int:
 
 
 def _text(resources: dict[str, float]) -> str:
-    shown = {k: v for k, v in resources.items() if k in ("CPU", "GPU", "memory")}
-    return ", ".join(
-        f"{v / 2**30:.1f} GiB memory" if k == "memory" else f"{v:g} {k}" for k, v in shown.items()
-    )
+    shown = {k: resources[k] for k in ("CPU", "GPU", "memory") if k in resources}
+    return ", ".join(f"{v / 2**30:.1f} GiB memory" if k == "memory" else f"{v:g} {k}" for k, v in shown.items())
