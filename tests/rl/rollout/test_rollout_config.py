@@ -1,0 +1,131 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from xtuner.v1.rl.rollout.worker import RolloutConfig
+
+VARIABLES = ("XTUNER_USE_NATIVE", "XTUNER_USE_SGLANG", "XTUNER_USE_LMDEPLOY", "XTUNER_USE_VLLM")
+
+
+@pytest.fixture(autouse=True)
+def no_engine_chosen(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 6000}))
+    return tmp_path
+
+
+def test_the_tutorial_s_config_needs_no_variable_makes_no_folder_and_resolves(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(Path.cwd().iterdir())
+    config = RolloutConfig(
+        env="grpo_gsm8k", device="GPU", model_path=model, dtype="bfloat16", tensor_parallel_size=1,
+        expert_parallel_size=1, gpu_memory_utilization=0.8, context_length=1536,
+    )  # fmt: skip
+    assert sorted(Path.cwd().iterdir()) == before
+    resolved = config.resolve()
+    assert (resolved.backend, resolved.context_length, resolved.rollout_max_batch_size_per_instance) == (
+        "native", 1536, 1024,
+    )  # fmt: skip
+    assert (config.backend, config.rollout_max_batch_size_per_instance) == (None, None)
+    assert (config.dtype, config.cpu_dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("context", "batch"), [(None, 512), (4096, 1024), (4097, 512), (8192, 512), (8193, 128), (32768, 128)]
+)
+def test_batch_size_follows_the_context_length(tmp_path, context, batch):
+    longest = 6000 if context is None else 32768
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
+    resolved = RolloutConfig(model_path=tmp_path, context_length=context).resolve()
+    assert resolved.context_length == (context or 6000)
+    assert resolved.rollout_max_batch_size_per_instance == batch
+    kept = RolloutConfig(model_path=tmp_path, rollout_max_batch_size_per_instance=7).resolve()
+    assert kept.rollout_max_batch_size_per_instance == 7
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"device": "NPU"}, "device='NPU' is not supported yet; one of 'GPU', 'CPU'"),
+        ({"extra_rollout_config": {"sglang_x": 1, "trt_y": 2}}, r"keys \['trt_y'\]: each must begin with one of"),
+        ({"tensor_parallel_size": 2, "expert_parallel_size": 2}, "tensor_parallel_size=2 and expert_parallel_size=2"),
+        ({"tensor_parallel_size": 3, "data_parallel_size": 2}, "data_parallel_size=2 must divide tensor_parallel"),
+        ({"dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"gpu_memory_utilization": 1.5}, "less than or equal to 1"),
+        ({"max_tokens": 5}, "Extra inputs"),
+    ],
+)
+def test_contradictions_are_refused_at_construction(values, text):
+    with pytest.raises(ValidationError, match=text):
+        RolloutConfig(model_path="m", **values)
+
+
+def test_what_the_native_engine_cannot_honour_is_refused_by_name(model):
+    config = RolloutConfig(
+        model_path=model, tensor_parallel_size=2, enable_float8=True, enable_proxy=True,
+        weight_transport_type="nccl", extra_rollout_config={"vllm_swap_space": 4},
+    )  # fmt: skip
+    with pytest.raises(ValueError) as info:
+        config.resolve()
+    for part in (
+        "tensor_parallel_size=2", "enable_float8=True", "enable_proxy=True", "vllm_swap_space",
+        "weight_transport_type='nccl'", "Remove these",
+    ):  # fmt: skip
+        assert part in str(info.value)
+
+
+def test_defaults_that_are_written_out_are_no_reason_to_refuse(model):
+    RolloutConfig(model_path=model, enable_float8=False, api_key=None, extra_rollout_config={}).resolve()
+
+
+def test_options_without_effect_are_named(model, caplog):
+    from xtuner.v1.utils import get_logger
+
+    get_logger().propagate = True
+    try:
+        with caplog.at_level("INFO"):
+            RolloutConfig(model_path=model, dist_port_base=30000, random_seed=1).resolve()
+    finally:
+        get_logger().propagate = False
+    assert "no effect with the native engine: random_seed, dist_port_base" in caplog.text
+
+
+def test_the_model_folder_is_looked_at_before_an_engine_starts(tmp_path):
+    with pytest.raises(ValueError, match="model_path='.*missing' holds no config.json"):
+        RolloutConfig(model_path=tmp_path / "missing").resolve()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="context_length is not set and .* no max_position_embeddings"):
+        RolloutConfig(model_path=tmp_path).resolve()
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+    with pytest.raises(ValueError, match="context_length=128 exceeds max_position_embeddings=100"):
+        RolloutConfig(model_path=tmp_path, context_length=128).resolve()
+
+
+def test_backend_by_field_by_environment_and_by_default(monkeypatch, tmp_path):
+    config = RolloutConfig(model_path="m")
+    assert config.resolve_backend() == "native"
+    monkeypatch.setenv("XTUNER_USE_NATIVE", "1")
+    assert config.resolve_backend() == "native"
+    monkeypatch.setenv("XTUNER_USE_LMDEPLOY", "1")
+    with pytest.raises(ValueError, match="XTUNER_USE_NATIVE=1 and XTUNER_USE_LMDEPLOY=1 are set; leave one"):
+        config.resolve_backend()
+    assert RolloutConfig(model_path="m", backend="native").resolve_backend() == "native"
+
+
+def test_a_foreign_engine_is_refused_with_the_way_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(RuntimeError, match=r'\'sglang\' is not installed: pip install "xtuner\[sglang\]"'):
+        RolloutConfig(model_path="m", backend="sglang").resolve_backend()
+    (tmp_path / "vllm.py").write_text("raise ImportError('must not be imported')")
+    monkeypatch.setenv("XTUNER_USE_VLLM", "1")
+    with pytest.raises(RuntimeError, match="'vllm' is installed, but this version drives only the native engine yet"):
+        RolloutConfig(model_path="m").resolve_backend()
