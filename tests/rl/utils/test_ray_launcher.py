@@ -51,6 +51,9 @@ class Toy:
 
         return os.getpid(), torch.get_num_threads()
 
+    def devices(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     def fail(self) -> None:
         raise KeyError("the missing key")
 
@@ -71,10 +74,15 @@ def run(handle, method, *args):
 
 @pytest.fixture(scope="module")
 def cluster():
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "1,3")  # Ray believes in GPUs that are declared
+        ray.init(
+            address="local", num_cpus=4, num_gpus=2, include_dashboard=False, logging_level="ERROR",
+            log_to_driver=False,
+        )  # fmt: skip
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +174,15 @@ def test_a_pool_is_one_process_a_worker_and_a_dead_one_is_named(launcher):
     with pytest.raises(WorkerLostError, match=r"'judger' died during die\(\)"):
         run(pool[0], "die")
     assert run(pool[1], "add", 1) == 2
+
+
+def test_each_gpu_worker_sees_its_own_device_in_order(cluster):
+    resources = AcceleratorResourcesConfig(num_workers=2, num_cpus_per_worker=0.25, cpu_memory_per_worker=2**20)
+    launcher = build_launcher("ray", resources)
+    try:
+        assert [run(launcher.spawn_on(r, f"gpu_{r}", Toy, 0), "devices") for r in range(2)] == ["1", "3"]
+    finally:
+        launcher.shutdown()
 
 
 def test_what_cannot_be_placed_is_refused_with_asked_and_available(cluster, monkeypatch):
