@@ -84,7 +84,7 @@ class RLColocateTrainer:
                 with self.timer("evaluation"):
                     evaluation = await self._evaluate(step)
             self.cur_step = step
-            metrics = step_metrics(self, step, batch, report, results, evaluation)
+            metrics = await step_metrics(self, step, batch, report, results, evaluation)
             self._log(step, metrics, results)
         logger.info(f"finished {self.total_steps} steps. Run folder: {self.run_dir}")
         return metrics

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .colocate import RLColocateTrainer
 
 
-def step_metrics(
+async def step_metrics(
     trainer: "RLColocateTrainer",
     step: int,
     batch: ProduceBatchResult,
@@ -24,7 +24,7 @@ def step_metrics(
     metrics: dict[str, float] = {"step": float(step), "rollout/model_step": float(trainer.model_step)}
     metrics |= {f"response/{k}": v for k, v in report.metrics.items()}
     metrics |= batch.metrics()
-    metrics |= {f"rollout/{k}": float(v) for k, v in trainer.rollout.metrics().items()}
+    metrics |= {f"rollout/{k}": float(v) for k, v in (await trainer.rollout.metrics()).items()}
     metrics |= first.metrics
     for key in {k for update in first.optimizer_steps for k in update}:
         values = [update[key] for update in first.optimizer_steps if key in update]

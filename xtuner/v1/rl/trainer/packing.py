@@ -165,18 +165,18 @@ def pack_samples(
     if seed is not None:
         random.Random(seed).shuffle(order)
     per_unit = max(1, len(order) // (2 * ranks * optimizer_steps))
-    units = make_units(order, share_prompts, pack_max_length, hidden_size, per_unit)
+    room = max(longest, pack_max_length // pad_multiple * pad_multiple)
+    units = make_units(order, share_prompts, room, hidden_size, per_unit)
     slices: list[list[_Unit]] = [[] for _ in range(optimizer_steps)]
     filled = [0] * optimizer_steps
     for unit in sorted(units, key=lambda u: -len(u.samples)):
         target = min(range(optimizer_steps), key=lambda i: filled[i])
         slices[target].append(unit)
         filled[target] += len(unit.samples)
-    room = pack_max_length - pad_multiple + 1
     out: list[list[list[PackedBatch]]] = [[] for _ in range(ranks)]
     for part in slices:
         per_rank = -(-sum(u.rows for u in part) // (room * ranks)) or 1
-        while (bins := balance(part, per_rank * ranks, max(room, longest))) is None:
+        while (bins := balance(part, per_rank * ranks, room)) is None:
             per_rank += 1
         for rank in range(ranks):
             packs = bins[rank::ranks]

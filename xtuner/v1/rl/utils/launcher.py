@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -38,10 +39,10 @@ class Launcher(Protocol):
     kind: Literal["local", "ray"]
     world_size: int
 
-    def spawn_on(self, rank: int, name: str, cls: type, *args: Any, **kwargs: Any) -> Handle:
+    def spawn_on(self, rank: int, name: str, cls: type, /, *args: Any, **kwargs: Any) -> Handle:
         """`cls(*args, **kwargs)` in the process of accelerator bundle `rank`, beside all others there."""
 
-    def spawn_cpu(self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+    def spawn_cpu(self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
         """`resources.num_workers` workers without an accelerator, each in a process of its own under Ray."""
 
     def rendezvous(self) -> tuple[str, int]:
@@ -73,7 +74,7 @@ class LocalLauncher:
         _check_gpus(resources)
         self._workers: dict[str, Any] = {}
 
-    def spawn_on(self, rank: int, name: str, cls: type, *args: Any, **kwargs: Any) -> Handle:
+    def spawn_on(self, rank: int, name: str, cls: type, /, *args: Any, **kwargs: Any) -> Handle:
         _check_rank(rank, self.world_size)
         if name in self._workers:
             raise ValueError(f"a worker named {name!r} exists already")
@@ -81,7 +82,7 @@ class LocalLauncher:
         register(name, worker)
         return LocalHandle(worker)
 
-    def spawn_cpu(self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+    def spawn_cpu(self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
         return [LocalHandle(cls(*args, **kwargs)) for _ in range(resources.num_workers)]
 
     def rendezvous(self) -> tuple[str, int]:
@@ -127,6 +128,7 @@ class RayLauncher:
         self.world_size = resources.num_workers
         self._run = f"xtuner-{secrets.token_hex(4)}"
         self._on_gpu = resources.accelerator == "GPU"
+        self._names: Counter[str] = Counter()
         self._cleanup = contextlib.ExitStack()
         address = _running_cluster()
         if address is None:
@@ -147,11 +149,11 @@ class RayLauncher:
             self.shutdown()
             raise
 
-    def spawn_on(self, rank: int, name: str, cls: type, *args: Any, **kwargs: Any) -> Handle:
+    def spawn_on(self, rank: int, name: str, cls: type, /, *args: Any, **kwargs: Any) -> Handle:
         _check_rank(rank, self.world_size)
         return self._create(self._hosts[rank : rank + 1], name, cls, args, kwargs)[0]
 
-    def spawn_cpu(self, name: str, cls: type, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+    def spawn_cpu(self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
         bundle = self._bundle(name, resources)
         hosts = self._start_hosts(name, bundle, resources.num_workers, resources.pg_pack_strategy)
         return self._create(hosts, name, cls, args, kwargs)
@@ -207,7 +209,9 @@ class RayLauncher:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = placement_group([bundle] * count, strategy=strategy, name=f"{self._run}-{what}")
+        self._names[what] += 1
+        name = f"{self._run}-{what}" + (f"#{self._names[what]}" if self._names[what] > 1 else "")
+        group = placement_group([bundle] * count, strategy=strategy, name=name)
         self._cleanup.callback(remove_placement_group, group)
         deadline = float(os.environ.get("XTUNER_PG_READY_TIMEOUT", 120 if self._owns_cluster else 30))
         if not group.wait(deadline):
@@ -218,13 +222,13 @@ class RayLauncher:
                 "Ask for less (num_workers, num_cpus_per_worker, cpu_memory_per_worker), "
                 "wait for others to end, or raise XTUNER_PG_READY_TIMEOUT (seconds)."
             )
-        threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, int(bundle["CPU"]))
+        threads = int(os.environ.get("OMP_NUM_THREADS", "0").split(",")[0]) or max(1, int(bundle["CPU"]))
         path = [os.path.abspath(folder) for folder in sys.path]
         cls = ray.remote(Host)
         hosts = []
         for i in range(count):
             host = cls.options(
-                name=f"{self._run}-{what}-{i}",
+                name=f"{name}-{i}",
                 namespace=self._run,
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),

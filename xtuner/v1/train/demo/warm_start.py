@@ -94,11 +94,11 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
         loss = -logprobs.mean()
         engine.backward(loss)
         engine.step()
-        if step % CHECK_EVERY == 0 and float(loss) < 0.9:
+        if step % CHECK_EVERY == 0 and float(loss.detach()) < 0.9:
             await rollout.update_weights(engine.weight_buckets(1 << 30), step)
             accuracy = await sampled_accuracy(rollout, tokenizer, check, step)
             spent = f"{time.perf_counter() - start:.0f} s"
-            get_logger().info(f"warm start: step {step}  loss {float(loss):.3f}  accuracy {accuracy:.3f}  {spent}")
+            get_logger().info(f"warm start: step {step}  loss {float(loss.detach()):.3f}  accuracy {accuracy:.3f}  {spent}")
             if accuracy >= target:
                 break
     else:
