@@ -174,6 +174,8 @@ def test_a_pool_is_one_process_a_worker_and_a_dead_one_is_named(launcher):
     with pytest.raises(WorkerLostError, match=r"'judger' died during die\(\)"):
         run(pool[0], "die")
     assert run(pool[1], "add", 1) == 2
+    again = launcher.spawn_cpu("judger", Toy, 5, resources=CPUResourcesConfig())  # that of the evaluation, say
+    assert run(again[0], "add", 1) == 6
 
 
 def test_each_gpu_worker_sees_its_own_device_in_order(cluster):
