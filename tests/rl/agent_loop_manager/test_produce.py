@@ -294,7 +294,7 @@ def test_a_single_old_token_is_enough_to_stop(prompts):
         async def generate(self, state):
             state = await super().generate(state)
             if state.rollout_id == 5:
-                state.response_model_steps = [1] * (len(state.response_ids) - 1) + [2]
+                state.response_model_steps = [2, 1, 2]
             return state
 
     manager = make_manager(Mixed(lambda s: "abc", version=2), make_task(prompts))
