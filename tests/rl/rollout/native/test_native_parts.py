@@ -38,7 +38,7 @@ def test_cache_keeps_its_content_as_it_grows_and_never_passes_its_budget():
     cache = _cache(2000)
     assert cache.reserve(4, 20, live=0)
     content = _fill(cache, 4, 20)
-    for slots, length in ((4, 65), (10, 65), (10, 180), (4, 500)):
+    for slots, length in ((4, 65), (10, 65), (10, 180), (4, 490)):
         assert cache.reserve(slots, length, live=4)
         assert cache.slots >= slots and cache.length >= length
         assert cache.num_bytes <= 2000 * cache.row_bytes

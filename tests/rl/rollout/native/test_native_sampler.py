@@ -15,6 +15,7 @@ PROBS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.04, 0.01])
 
 def _rows(n, vocab=6, **columns):
     rows = np.zeros(n, ROW)
+    rows["special"] = True
     rows["seed"] = [scatter_seed(i) for i in range(n)]
     rows["length"], rows["prompt_length"] = 5, 3
     rows["top_k"], rows["top_p"], rows["inv_temperature"], rows["repetition"] = vocab, 2, 1, 1
@@ -63,8 +64,8 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(columns, expecte
 
 
 def test_uniform_numbers_are_uniform_and_independent_along_seeds_and_positions():
-    seeds = torch.tensor([scatter_seed(i) for i in range(300)])
-    u = torch.stack([uniform(seeds, torch.full((300,), p)) for p in range(300)])
+    seeds = np.array([scatter_seed(i) for i in range(300)])
+    u = torch.from_numpy(np.stack([uniform(seeds, np.full(300, p)) for p in range(300)]))
     assert u.min() >= 0 and u.max() < 1
     counts = torch.histc(u, 50, 0, 1)
     assert ((counts - 1800) ** 2 / 1800).sum() < 105, "chi-square with 49 degrees of freedom: p < 1e-5"
@@ -80,26 +81,30 @@ def test_uniform_is_splitmix64():
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         return ((z ^ (z >> 31)) >> 11) * 2.0**-53
 
-    seeds, positions = torch.tensor([0, 1, -5, 2**62, -(2**63)]), torch.tensor([0, 7, 123456, 3, 9])
+    seeds, positions = np.array([0, 1, -5, 2**62, -(2**63)]), np.array([0, 7, 123456, 3, 9])
     expected = [reference(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
-    assert uniform(seeds, positions).tolist() == expected
+    assert uniform(seeds, positions).tolist() == np.array(expected, np.float32).tolist()
 
 
-def test_no_token_of_probability_zero_and_no_nan_at_the_ends_of_the_range(monkeypatch):
+def test_no_token_of_probability_zero_and_no_nan_at_the_ends_of_the_range():
     logits = torch.full((4, 50), -torch.inf)
     logits[:, 20:23] = torch.tensor([1.0, -60.0, -200.0])
-    import xtuner.v1.rl.rollout.backends.native.sampler as module
-
-    for u in (0.0, 1 - 2.0**-53, 0.5):
-        monkeypatch.setattr(module, "uniform", lambda seeds, positions, u=u: torch.full((4,), u, dtype=torch.float64))
-        tokens, logprobs = _draw(logits.clone(), _rows(4, 50))
-        assert set(tokens.tolist()) <= {20, 21}
-        assert torch.isfinite(logprobs).all()
-    # A last entry of weight 0 is what float32 rounding of u * total would choose.
+    # A last entry of weight 0 is where a product that rounds up to the total would end.
     flat = torch.zeros(4, 1000)
     flat[:, -1] = -torch.inf
-    monkeypatch.setattr(module, "uniform", lambda seeds, positions: torch.full((4,), 1 - 2.0**-53, dtype=torch.float64))
-    assert _draw(flat, _rows(4, 1000))[0].tolist() == [998] * 4
+    largest = float(np.nextafter(np.float32(1), np.float32(0)))
+    for u in (0.0, 0.5, largest):
+        drawn = SamplingBatch(torch.full((4, 1), u))
+        tokens, logprobs = sample(logits, drawn)
+        assert set(tokens.tolist()) <= {20, 21}
+        assert torch.isfinite(logprobs).all()
+        assert sample(flat, drawn)[0].tolist() == [min(int(u * 999), 998)] * 4
+
+
+def test_the_largest_uniform_number_stays_below_any_total():
+    total = torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 7 + 0.5
+    total[:20] = 2.0 ** torch.arange(-10, 10)
+    assert (total * np.nextafter(np.float32(1), np.float32(0)).item() < total).all()
 
 
 def test_a_large_flat_vocabulary_is_sampled_over_its_whole_range():

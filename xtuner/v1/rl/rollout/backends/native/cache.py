@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-LENGTH_STEP = 16
+LENGTH_STEP = 8
 """Decode attends to a multiple of this many places; half-precision kernels want aligned masks."""
 _GROWTH_STEP = 64
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The next multiple of `step`."""
     return -(-value // step) * step
 
 
@@ -33,8 +34,10 @@ class KVCache:
         self._row = (num_kv_heads, head_dim)
         self.row_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
         self._num_layers = num_layers
+        self.places = torch.arange(round_up(max_length, LENGTH_STEP), device=device)
+        """0, 1, 2, … up to the longest sequence."""
         self.max_rows = 0
-        self._max_slots, self._max_length = max_slots, _round_up(max_length, LENGTH_STEP)
+        self._max_slots, self._max_length = max_slots, round_up(max_length, LENGTH_STEP)
         self.slots = self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -54,7 +57,7 @@ class KVCache:
 
     def fits(self, slots: int, length: int) -> bool:
         """Whether that many slots of that many tokens stay within the budget."""
-        return slots * _round_up(length, LENGTH_STEP) <= self.max_rows
+        return slots * round_up(length, LENGTH_STEP) <= self.max_rows
 
     def reserve(self, slots: int, length: int, live: int) -> bool:
         """Make room for `slots` sequences of `length` tokens; False if the budget does not allow it.
@@ -69,9 +72,9 @@ class KVCache:
         wide = self.slots if slots <= self.slots else min(max(slots, 2 * self.slots), self._max_slots)
         long = self.length
         if length > self.length:
-            long = min(max(_round_up(length, _GROWTH_STEP), 2 * self.length), self._max_length)
+            long = min(max(round_up(length, _GROWTH_STEP), 2 * self.length), self._max_length)
         if wide * long > self.max_rows:
-            wide, long = slots, _round_up(length, LENGTH_STEP)
+            wide, long = slots, round_up(length, LENGTH_STEP)
         self._resize(wide, long, live)
         return True
 

@@ -43,11 +43,13 @@ def make_sequence(request: GenerateRequest, limits: RequestLimits) -> Sequence:
     greedy = is_greedy(p)
     top_k = p.top_k if p.top_k > 0 else limits.vocab_size
     top_p = p.top_p if p.top_p < 1 else 2.0
+    truncated = not greedy and (top_k < limits.vocab_size or top_p < 1)
+    penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
     parameters = (
         scatter_seed(request.seed), prompt + p.min_tokens, top_k, top_p,
         1.0 if greedy else 1.0 / p.temperature, p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
-        greedy, not greedy and (top_k < limits.vocab_size or top_p < 1),
-        p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0,
+        greedy, truncated, penalised,
+        greedy or truncated or penalised or p.temperature != 1 or p.min_tokens > 0,
     )  # fmt: skip
     limit = min(prompt + p.max_tokens, limits.context_length)
     stops = StopStrings(p.stops, limits.decode) if p.stops else None

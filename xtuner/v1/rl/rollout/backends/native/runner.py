@@ -9,7 +9,7 @@ from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.dense import DenseModel
 from xtuner.v1.ops.attention import PackedAttention
 
-from .cache import LENGTH_STEP, KVCache
+from .cache import LENGTH_STEP, KVCache, round_up
 
 
 class PrefillAttention:
@@ -80,15 +80,14 @@ class ModelRunner:
 
     def decode(self, last_tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
         """last_tokens and lengths int64 [B] of slots [0, B); the last token is not in the cache yet."""
-        ids, lengths_B = self._put(np.stack((last_tokens, lengths)))
-        positions = lengths_B - 1
-        slots = torch.arange(len(lengths), device=self.cache.device)
-        seen = min(-(-int(lengths.max()) // LENGTH_STEP) * LENGTH_STEP, self.cache.length)
-        outside = torch.arange(seen, device=self.cache.device) >= lengths_B[:, None]
-        mask = torch.zeros(outside.shape, dtype=self.cache.dtype, device=self.cache.device)
-        mask = mask.masked_fill_(outside, -torch.inf)[:, None, None, :]
-        attention = DecodeAttention(self.cache, slots * self.cache.length + positions, mask)
-        return self.model.logits(self.model.hidden_states(ids, positions, attention))
+        batch, positions = len(lengths), lengths - 1
+        rows = np.arange(batch) * self.cache.length + positions
+        ids_B, positions_B, rows_B = self._put(np.stack((last_tokens, positions, rows)))
+        seen = min(round_up(int(lengths.max()), LENGTH_STEP), self.cache.length)
+        mask = torch.zeros(batch, seen, dtype=self.cache.dtype, device=self.cache.device)
+        mask.masked_fill_(self.cache.places[:seen] > positions_B[:, None], -torch.inf)
+        attention = DecodeAttention(self.cache, rows_B, mask[:, None, None, :])
+        return self.model.logits(self.model.hidden_states(ids_B, positions_B, attention))
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.cache.device)

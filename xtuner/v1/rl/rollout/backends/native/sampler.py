@@ -10,41 +10,35 @@ SAMPLING_FIELDS = [
     ("seed", np.int64), ("min_length", np.int64), ("top_k", np.int64), ("top_p", np.float32),
     ("inv_temperature", np.float32), ("repetition", np.float32), ("presence", np.float32),
     ("frequency", np.float32), ("greedy", np.bool_), ("truncated", np.bool_), ("penalised", np.bool_),
+    ("special", np.bool_),
 ]  # fmt: skip
-"""Columns of the slot table that the sampler reads. `min_length`: prompt length + min_tokens."""
+"""Columns of the slot table that the sampler reads. `min_length`: prompt length + min_tokens; `special`: anything
+but plain sampling at temperature 1."""
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_LARGEST = np.float32(1 - 2.0**-24)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: int64 `>>` would repeat the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) a row from (seed, position of the token in its sequence): float32 [B].
 
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) a row from (seed, position of the token in its sequence): float64 [B].
-
-    The splitmix64 finaliser (Steele, Lea & Flood 2014) of seed + position * golden ratio, so a request's
-    randomness depends on neither device, batch, nor what was drawn before.
+    Output `position` of the splitmix64 generator that starts at the seed (Steele, Lea & Flood 2014), so a
+    request's randomness depends on neither device, batch, nor what was drawn before.
     """
-    z = seeds + (positions + 1) * _signed(_GOLDEN)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        z = (z ^ _shift_right(z, shift)) * _signed(factor)
-    z = z ^ _shift_right(z, 31)
-    return _shift_right(z, 11).double() * 2.0**-53
+    z = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    z ^= z >> np.uint64(31)
+    return np.minimum(((z >> np.uint64(11)) * 2.0**-53).astype(np.float32), _LARGEST)
 
 
 def scatter_seed(seed: int) -> int:
     """An int64 whose neighbours are far apart, so that seeds 1, 2, 3 … give unrelated sequences."""
-    z = (seed * _GOLDEN + _MIX_2) % (1 << 64)
-    z = (z ^ (z >> 29)) * _MIX_1 % (1 << 64)
-    return _signed(z ^ (z >> 32))
+    mask = (1 << 64) - 1
+    z = (seed * int(_GOLDEN) + int(_MIX_2)) & mask
+    z = (z ^ (z >> 29)) * int(_MIX_1) & mask
+    z ^= z >> 32
+    return z - (1 << 64) if z >> 63 else z
 
 
 @dataclass(slots=True)
@@ -80,11 +74,9 @@ class Truncation:
 class SamplingBatch:
     """Parameters of the B rows on the device. What no row uses is None and costs nothing."""
 
-    seeds: Tensor
-    """int64 [B]"""
-    positions: Tensor
-    """int64 [B], position in its sequence of the token to be drawn."""
-    inv_temperature: Tensor
+    uniform: Tensor
+    """float32 [B, 1], the random number of each row."""
+    inv_temperature: Tensor | None = None
     """float32 [B, 1]"""
     greedy: Tensor | None = None
     """bool [B]"""
@@ -103,13 +95,16 @@ class SamplingBatch:
         """From a slice of the slot table [B], the rows' ids [B, L] and their end ids [B, S]."""
 
         def put(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return torch.from_numpy(array.copy()).to(device)
 
         def column(name: str, index: np.ndarray) -> Tensor:
             return put(rows[name][index, None])
 
-        integers = put(np.stack((rows["seed"], rows["length"])))
-        batch = cls(integers[0], integers[1], put(rows["inv_temperature"][:, None]))
+        batch = cls(put(uniform(rows["seed"], rows["length"])[:, None]))
+        if not rows["special"].any():
+            return batch
+        if (rows["inv_temperature"] != 1).any():
+            batch.inv_temperature = put(rows["inv_temperature"][:, None])
         if rows["greedy"].any():
             batch.greedy, batch.all_greedy = put(rows["greedy"]), bool(rows["greedy"].all())
         early = np.flatnonzero(rows["length"] < rows["min_length"])
@@ -183,21 +178,21 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         tokens = scores.argmax(-1)
         return tokens, _chosen_logprob(logits, tokens)
 
-    scaled = scores * batch.inv_temperature
+    scaled = scores if batch.inv_temperature is None else scores * batch.inv_temperature
     if batch.truncation is not None:
         scaled = _truncate(scaled, batch.truncation)
-    scaled -= scaled.amax(-1, keepdim=True)
+    scaled = scaled - scaled.amax(-1, keepdim=True)
     weights = scaled.exp()
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    target = (uniform(batch.seeds, batch.positions)[:, None] * total).to(total.dtype)
-    # Strictly below the total: the first entry above the target is then a token whose weight is not 0.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    # The largest uniform number times the total rounds below the total, so the first entry above the product
+    # exists, and it is one that the sum rose at: a token whose weight is not 0.
+    tokens = torch.searchsorted(cumulative, batch.uniform * total, right=True)
+    tokens.clamp_(max=logits.shape[1] - 1)  # where the logits are NaN
     if logits.is_cuda:
         # A parallel prefix sum may rise by a rounding error at a token of weight 0.
         tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
-    logprobs = (scaled.gather(1, tokens) - weights.sum(-1, keepdim=True).log())[:, 0]
+    logprobs = scaled.gather(1, tokens).sub_(total.log())[:, 0]
     tokens = tokens[:, 0]
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy, scores.argmax(-1), tokens)

@@ -15,7 +15,8 @@ from .stop_strings import StopStrings
 
 _ROW = np.dtype(
     [("arrival", np.int64), ("prompt_length", np.int64), ("length", np.int64), ("limit", np.int64),
-     ("has_stops", np.bool_), *SAMPLING_FIELDS]
+     ("has_stops", np.bool_), *SAMPLING_FIELDS],
+    align=True,
 )  # fmt: skip
 
 _ADMISSIONS = 16

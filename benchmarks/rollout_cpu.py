@@ -1,0 +1,172 @@
+"""Rollout speed of the native engine on the CPU, beside `transformers.generate` in the same run.
+
+    python benchmarks/rollout_cpu.py [--threads 2] [--rounds 5] [--tokens 22] [--out results.jsonl]
+
+Makes a random-weight Qwen3 of 443,136 parameters. The two are timed in turn, so that whatever else the
+machine does falls on both; a ratio is the median of the ratios of each turn. On a busy machine look at the
+processor time, with --threads 1: threads that wait for each other make wall time say little. Prints JSON rows.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import datetime
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.model.config import DenseModelConfig, MHAConfig
+from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
+from xtuner.v1.rl.rollout.backends.base import GenerateRequest
+from xtuner.v1.rl.rollout.backends.native import NativeEngine
+
+VOCAB, EOS, PROMPT = 384, 2, 30
+CASES = ("native", "transformers", "transformers, default allocator")
+
+
+def write_model(path: Path) -> None:
+    attention = MHAConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, qk_norm=True)
+    config = DenseModelConfig(
+        model_type="qwen3", vocab_size=VOCAB, max_position_embeddings=1024, num_hidden_layers=2, hidden_size=128,
+        intermediate_size=384, eos_token_id=EOS, tie_word_embeddings=True, attention=attention,
+    )  # fmt: skip
+    model = config.build("cpu")
+    model.init_weights(seed=0, std=0.1)
+    save_hf_model(export_hf_tensors(model, torch.float32), config, path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what is freed: page faults of fresh memory would be most of a small model's time."""
+    _mallopt(mmap_max=0, trim_threshold=2**31 - 1)
+
+
+def give_freed_memory_back() -> None:
+    """The allocator's defaults, as a plain `transformers` script has them."""
+    _mallopt(mmap_max=65536, trim_threshold=128 * 1024)
+
+
+def _mallopt(mmap_max: int, trim_threshold: int) -> None:
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, mmap_max)
+        libc.mallopt(-1, trim_threshold)
+
+
+class Native:
+    """Groups of siblings through the engine."""
+
+    def __init__(self, path: Path, prompts: list[list[int]], group: int, lengths: list[int]) -> None:
+        self.engine = NativeEngine(path, max_batch_size=len(prompts) * group)
+        asyncio.run(self.engine.start())
+        self.prompts, self.group, self.lengths = prompts, group, lengths
+        self.seed = 0
+
+    def __call__(self) -> int:
+        self.seed += 1
+        requests = [
+            GenerateRequest(i, self.prompts[i // self.group], SampleParams(max_tokens=n), self.seed * 100_000 + i)
+            for i, n in enumerate(self.lengths)
+        ]
+
+        async def main() -> int:
+            outputs = await asyncio.gather(*(self.engine.generate(r) for r in requests))
+            if errors := [o.error for o in outputs if o.error]:
+                raise RuntimeError(errors[0])
+            return sum(len(o.token_ids) for o in outputs)
+
+        return asyncio.run(main())
+
+
+class Transformers:
+    """The same prompts as one batch of equal lengths, no log-probs, every response to its full length."""
+
+    def __init__(self, path: Path, prompts: list[list[int]], group: int, tokens: int) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.ids = torch.tensor([p for p in prompts for _ in range(group)])
+        self.tokens = tokens
+
+    def __call__(self) -> int:
+        out = self.model.generate(
+            self.ids, attention_mask=torch.ones_like(self.ids), do_sample=True, top_k=0, temperature=1.0,
+            max_new_tokens=self.tokens, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return out[:, self.ids.shape[1] :].numel()
+
+
+def timed(run: Callable[[], int]) -> tuple[float, float]:
+    """Tokens per second of wall time and of processor time."""
+    wall, processor = time.perf_counter(), time.process_time()
+    tokens = run()
+    return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - processor)
+
+
+def measure(ours: Callable[[], int], theirs: Callable[[], int]) -> tuple[tuple[float, float], ...]:
+    """One turn of the CASES."""
+    keep_freed_memory()
+    first, second = timed(ours), timed(theirs)
+    give_freed_memory_back()
+    third = timed(theirs)
+    keep_freed_memory()
+    return first, second, third
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=22, help="response length; the first case varies it by a third")
+    parser.add_argument("--out", type=Path, default=None, help="append the rows to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rng = random.Random(0)
+    common = {
+        "bench": "rollout_cpu",
+        "device": f"cpu, {args.threads} threads",
+        "versions": {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": platform.python_version()},
+        "command": "python " + " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+    }
+
+    def emit(case: str, shape: str, metric: str, value: float, unit: str) -> None:
+        row = common | {"shape": shape, "case": case, "metric": metric, "value": round(value, 3), "unit": unit}
+        print(json.dumps(row), flush=True)
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        write_model(path)
+        varied = [args.tokens + rng.randint(-args.tokens // 3, args.tokens // 3) for _ in range(256)]
+        fixed = [args.tokens] * 256
+        for groups, group, lengths in ((32, 8, varied), (32, 8, fixed), (32, 1, fixed[:32])):
+            prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(groups)]
+            ours = Native(path, prompts, group, lengths)
+            theirs = Transformers(path, prompts, group, args.tokens)
+            ours(), theirs()
+            turns = [measure(ours, theirs) for _ in range(args.rounds)]
+            kind = "varied" if lengths is varied else "fixed"
+            shape = f"443k parameters, {groups}x{group} requests, prompt {PROMPT}, {kind} length about {args.tokens}"
+            for clock, unit in enumerate(("tokens/s", "tokens/processor s")):
+                for who, case in enumerate(CASES):
+                    speeds = [turn[who][clock] for turn in turns]
+                    emit(case, shape, "throughput, median", statistics.median(speeds), unit)
+                    emit(case, shape, "throughput, best", max(speeds), unit)
+                for who, case in enumerate(CASES[1:], 1):
+                    ratio = statistics.median(turn[0][clock] / turn[who][clock] for turn in turns)
+                    emit(f"native / {case}", shape, f"ratio of {unit}, median", ratio, "x")
+
+
+if __name__ == "__main__":
+    main()
