@@ -5,14 +5,14 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, Status, reset_response
-from xtuner.v1.rl.agent_loop import reward_score
+from xtuner.v1.rl.agent_loop import AgentLoop, reward_score
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
 from xtuner.v1.rl.replay_buffer import Group
@@ -32,7 +32,7 @@ class EvalResult:
 
     metrics: dict[str, float]
     """By name without the `eval/` of the tracker."""
-    states: list[RolloutState]
+    states: list[RolloutState] = field(repr=False)
     """All samples: tasks in their order, prompts in file order, then the repeats."""
 
 
@@ -44,7 +44,8 @@ class EvaluatorConfig(XTunerConfig):
     eval_sample_num: int = Field(0, ge=0)
     """Number of prompts of each task, from the first. 0: not used. Neither of the two: all prompts."""
     compute_metric_func: Callable[[list[RolloutState]], dict[str, float]] | None = Field(None, exclude=True)
-    """Gets all samples, failed and unjudged ones too; returns metrics by name. None: `default_metrics`."""
+    """Gets all samples, failed and unjudged ones too; returns metrics by name, to which `samples`, `failed` and
+    `judge_errors` are added. None: `default_metrics`."""
     eval_timeout: float | None = Field(7200.0, gt=0)
     """Seconds an evaluation may take; what is not finished then counts as failed. None: no limit."""
 
@@ -112,25 +113,34 @@ class Evaluator:
         return EvalResult(metrics, states)
 
     async def _generate(self) -> list[RolloutState]:
-        running: list[tuple[Group, asyncio.Task[Group]]] = []
+        jobs = self._groups()
+        futures = [asyncio.create_task(loop.generate_group(group)) for loop, group in jobs]
+        try:
+            await asyncio.wait(
+                futures, timeout=self._config.eval_timeout, return_when=asyncio.FIRST_EXCEPTION
+            )
+            late = {future for future in futures if not future.done()}
+            for future in futures:
+                if future not in late:
+                    future.result()  # raises what ended the wait early
+        finally:
+            await cancel_all(futures)
+        groups = [
+            self._give_up(group) if future in late else future.result()
+            for future, (_, group) in zip(futures, jobs, strict=True)
+        ]
+        return [state for group in groups for state in group]
+
+    def _groups(self) -> list[tuple[AgentLoop, Group]]:
+        jobs: list[tuple[AgentLoop, Group]] = []
         stride = max(task.sampler.prompt_repeat_k for task in self._manager.tasks)
         for task in self._manager.tasks:
             for index in range(self.num_prompts[task.name]):
-                offset, prompt = len(running), task.sampler.dataloader[index]
-                group_id, rollout_id = EVAL_ID_BASE + offset, EVAL_ID_BASE + offset * stride
+                group_id, rollout_id = EVAL_ID_BASE + len(jobs), EVAL_ID_BASE + len(jobs) * stride
+                prompt = task.sampler.dataloader[index]
                 group = make_group(prompt, task.sampler.prompt_repeat_k, group_id, rollout_id, task.name)
-                running.append((group, asyncio.create_task(task.agent_loop.generate_group(group))))
-        tasks = [task for _, task in running]
-        try:
-            await asyncio.wait(tasks, timeout=self._config.eval_timeout, return_when=asyncio.FIRST_EXCEPTION)
-            late = {task for task in tasks if not task.done()}
-            for task in tasks:
-                if task not in late:
-                    task.result()
-        finally:
-            await cancel_all(tasks)
-        groups = [self._give_up(group) if task in late else task.result() for group, task in running]
-        return [state for group in groups for state in group]
+                jobs.append((task.agent_loop, group))
+        return jobs
 
     def _give_up(self, group: Group) -> Group:
         for state in group:
