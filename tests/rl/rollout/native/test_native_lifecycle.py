@@ -147,7 +147,7 @@ def test_broken_weights_fail_every_request_with_the_reason_and_a_restart_heals(m
     (out,) = run(engine, request(0))
     assert out.finish_reason == "error" and "not finite" in out.error
     asyncio.run(engine.start())
-    assert asyncio.run(engine.health())
+    assert asyncio.run(engine.health()) and engine.version == 0, "the weights are those of the folder again"
     assert _outcome(run(engine, request(0))) == _outcome(run(started(model_path), request(0)))
 
 
@@ -200,6 +200,16 @@ def test_requests_of_one_turn_form_one_batch_however_deep_their_callers(engine):
     engine.step = watched
     asyncio.run(main())
     assert batches[0] == batches[-1] == 4 * 9
+
+
+def test_a_cache_without_room_for_the_context_cuts_it_or_refuses_to_start(model_path, caplog):
+    row_bytes = 2 * 2 * 2 * 16 * 4
+    engine = started(model_path, cpu_cache_bytes=40 * row_bytes)
+    out, refused = run(engine, request(0, min_tokens=60, max_tokens=60), request(1, prompt(1, 40)))
+    assert len(out.token_ids) == 31 and out.finish_reason == "length"
+    assert "context of 40" in refused.error
+    with pytest.raises(ValueError, match="cpu_cache_bytes"):
+        started(model_path, cpu_cache_bytes=7 * row_bytes)
 
 
 def test_stop_ends_everything(engine):

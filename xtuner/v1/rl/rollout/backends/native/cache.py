@@ -37,7 +37,7 @@ class KVCache:
         self.places = torch.arange(round_up(max_length, LENGTH_STEP), device=device)
         """0, 1, 2, … up to the longest sequence."""
         self.max_rows = 0
-        self._max_slots, self._max_length = max_slots, round_up(max_length, LENGTH_STEP)
+        self.max_length, self._max_slots = max_length, max_slots
         self.slots = self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -72,7 +72,8 @@ class KVCache:
         wide = self.slots if slots <= self.slots else min(max(slots, 2 * self.slots), self._max_slots)
         long = self.length
         if length > self.length:
-            long = min(max(round_up(length, _GROWTH_STEP), 2 * self.length), self._max_length)
+            long = max(round_up(length, _GROWTH_STEP), 2 * self.length)
+            long = min(long, round_up(self.max_length, LENGTH_STEP))
         if wide * long > self.max_rows:
             wide, long = slots, round_up(length, LENGTH_STEP)
         self._resize(wide, long, live)

@@ -16,7 +16,7 @@ from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
-from .cache import KVCache
+from .cache import LENGTH_STEP, KVCache
 from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
 from .runner import ModelRunner
 from .sampler import SamplingBatch, sample
@@ -73,7 +73,8 @@ class NativeEngine:
     # ---- life ----
 
     async def start(self) -> None:
-        self._scheduler = Scheduler(self._max_batch_size)
+        self._refuse_in_flight("start")
+        self.version = 0
         config = get_model_config_from_hf(self.model_path)
         context = self._context_length or config.max_position_embeddings
         if context > config.max_position_embeddings:
@@ -98,7 +99,7 @@ class NativeEngine:
         )  # fmt: skip
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._runner = ModelRunner(self._model, self._cache)
-        self._set_cache_budget(context)
+        self._set_cache_budget()
 
     async def stop(self) -> None:
         await self.abort()
@@ -113,6 +114,8 @@ class NativeEngine:
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
         self._refuse_in_flight("sleep")
+        if "start" in self._obstacle:
+            raise RuntimeError(f"sleep: {self._obstacle['start']}")
         if "kv_cache" in tags:
             self._cache.free()
             self._obstacle["kv_cache"] = "its cache is asleep: wake it first."
@@ -129,7 +132,7 @@ class NativeEngine:
             del self._obstacle["weights"]
         if "kv_cache" in tags and "kv_cache" in self._obstacle:
             del self._obstacle["kv_cache"]
-            self._set_cache_budget(self._limits.context_length)
+            self._set_cache_budget()
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._refuse_in_flight("update_weights")
@@ -273,17 +276,21 @@ class NativeEngine:
         if self._futures:
             raise RuntimeError(f"{what}: {len(self._futures)} requests are in flight; abort them first.")
 
-    def _set_cache_budget(self, context: int) -> None:
-        budget = self._cpu_cache_bytes
-        if self.device.type == "cuda":
-            budget = self._gpu_cache_bytes()
+    def _set_cache_budget(self) -> None:
+        budget = self._gpu_cache_bytes() if self.device.type == "cuda" else self._cpu_cache_bytes
         self._cache.set_budget(budget)
-        if self._cache.longest_sequence < context:
-            get_logger().warning(
-                f"native engine: the cache budget of {budget} bytes holds {self._cache.longest_sequence} "
-                f"tokens; context_length is cut from {context} to that."
+        wanted, possible = self._cache.max_length, self._cache.longest_sequence
+        if possible < min(wanted, 2 * LENGTH_STEP):
+            raise ValueError(
+                f"the cache budget of {budget} bytes holds {possible} tokens of {self._cache.row_bytes} bytes: "
+                "raise cpu_cache_bytes or gpu_memory_utilization."
             )
-        self._limits.context_length = min(context, self._cache.longest_sequence)
+        if possible < wanted:
+            get_logger().warning(
+                f"native engine: the cache budget of {budget} bytes holds {possible} tokens; context_length is cut "
+                f"from {wanted} to that."
+            )
+        self._limits.context_length = min(wanted, possible)
 
     def _gpu_cache_bytes(self) -> int:
         """What the cache may take of the card's memory, beside what is in use now and the work of a step."""

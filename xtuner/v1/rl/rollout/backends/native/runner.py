@@ -83,7 +83,7 @@ class ModelRunner:
         batch, positions = len(lengths), lengths - 1
         rows = np.arange(batch) * self.cache.length + positions
         ids_B, positions_B, rows_B = self._put(np.stack((last_tokens, positions, rows)))
-        seen = min(round_up(int(lengths.max()), LENGTH_STEP), self.cache.length)
+        seen = round_up(int(lengths.max()), LENGTH_STEP)
         mask = torch.zeros(batch, seen, dtype=self.cache.dtype, device=self.cache.device)
         mask.masked_fill_(self.cache.places[:seen] > positions_B[:, None], -torch.inf)
         attention = DecodeAttention(self.cache, rows_B, mask[:, None, None, :])
