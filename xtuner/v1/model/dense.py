@@ -160,7 +160,9 @@ class DenseModel(nn.Module):
 
 
 def _linear(fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, fan_in, fan_out, bias=bias, dtype=dtype)
+    # `skip_init` goes to the CPU unless told otherwise, whatever device is the default.
+    device = torch.get_default_device()
+    return nn.utils.skip_init(nn.Linear, fan_in, fan_out, bias=bias, dtype=dtype, device=device)
 
 
 def _hf_params(model: DenseModel) -> dict[str, ParamSlice]:

@@ -50,6 +50,8 @@ async def sampled_accuracy(engine: NativeEngine, tokenizer, data: Prompts, seed:
     params = SampleParams(max_tokens=48)
     requests = [GenerateRequest(i, ids, params, seed * 100_003 + i) for i, ids in enumerate(data.prompts)]
     outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
+    if failed := [o.error for o in outputs if o.finish_reason == "error"]:
+        raise RuntimeError(f"the rollout engine failed on {len(failed)} of {len(outputs)} prompts: {failed[0]}")
     right = [
         score_gsm8k(tokenizer.decode(o.token_ids, skip_special_tokens=True), truth, {"score": 1, "format_score": 0})
         for o, truth in zip(outputs, data.truths, strict=True)

@@ -1,0 +1,47 @@
+"""Random-weight models of published shapes, with the demo's tokenizer: speed and memory need no trained weights."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from xtuner.v1.model import get_model_config_from_hf
+from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
+from xtuner.v1.train.demo.model import write_tokenizer
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "attention_bias": False,
+    "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16",
+}  # fmt: skip
+SHAPES = {
+    "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072},
+    "qwen3-1.7b": _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144},
+    "tiny": _QWEN3
+    | {
+        "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "dtype": "float32",
+    },
+}  # fmt: skip
+
+
+def write_random_model(folder: Path, shape: str, device: str = "cpu", seed: int = 0) -> Path:
+    """A complete Hugging Face folder of `shape` with normal(0, 0.02) weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder.with_name(folder.name + "-config")
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "pad_token_id": 0}))
+    write_tokenizer(source)
+    dtype = getattr(torch, SHAPES[shape]["dtype"])
+    model = get_model_config_from_hf(source).build(device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    save_hf_model(export_hf_tensors(model, dtype), model.config, folder, source_dir=source)
+    return folder

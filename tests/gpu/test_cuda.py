@@ -1,0 +1,101 @@
+"""What only a GPU can show: kernels against references, memory given back, the run itself."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    from random_model import write_random_model
+
+    return write_random_model(tmp_path_factory.mktemp("m") / "model", "tiny", "cuda")
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_packed_attention_equals_the_reference(dtype, tolerance, prefix):
+    from xtuner.v1.data_proto import SegmentLayout
+    from xtuner.v1.ops.attention import PackedAttention, reference_attention
+
+    layout = SegmentLayout([33, 70, 5, 128, 1], [-1, 0, 0, -1, 3] if prefix else [-1] * 5)
+    rows = sum(layout.lengths)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(rows, h, 64, device="cuda", generator=generator) for h in (8, 2, 2))
+    weight = torch.randn(rows, 8, 64, device="cuda", generator=generator)
+    inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    out = PackedAttention(layout, torch.device("cuda")).attend(0, *inputs, 64**-0.5)
+    expected = reference_attention(layout, *exact, 64**-0.5)
+    (out * weight.to(dtype)).sum().backward()
+    (expected * weight.double()).sum().backward()
+    assert _error(out, expected) < tolerance
+    for got, want in zip(inputs, exact, strict=True):
+        assert _error(got.grad, want.grad) < tolerance
+
+
+def _error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
+    from xtuner.v1.data_proto import SampleParams, SegmentLayout
+    from xtuner.v1.model import get_model_config_from_hf
+    from xtuner.v1.model.hf import load_hf_model
+    from xtuner.v1.ops.attention import PackedAttention
+    from xtuner.v1.rl.rollout.backends.base import GenerateRequest
+    from xtuner.v1.rl.rollout.backends.native import NativeEngine
+
+    model = get_model_config_from_hf(model_folder).build("cuda", dtype)
+    load_hf_model(model, model_folder)
+
+    async def generate():
+        engine = NativeEngine(model_folder, device="cuda", dtype=dtype, max_batch_size=64, context_length=128)
+        await engine.start()
+        params = SampleParams(max_tokens=40, min_tokens=10)
+        prompts = [[3 + (i * j) % 300 for j in range(5 + i % 9)] for i in range(48)]
+        requests = [GenerateRequest(i, p, params, 1000 + i) for i, p in enumerate(prompts)]
+        outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
+        before = torch.cuda.memory_allocated()
+        await engine.sleep()
+        after = torch.cuda.memory_allocated()
+        await engine.stop()
+        return prompts, outputs, before, after
+
+    prompts, outputs, before, after = asyncio.run(generate())
+    assert after < before
+    worst = 0.0
+    with torch.no_grad():
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor(prompt + output.token_ids, device="cuda")
+            attention = PackedAttention(SegmentLayout([len(ids)], [-1]), torch.device("cuda"))
+            hidden = model.hidden_states(ids, torch.arange(len(ids), device="cuda"), attention)
+            logprobs = model.logits(hidden).log_softmax(-1)[len(prompt) - 1 : -1]
+            chosen = logprobs.gather(1, ids[len(prompt) :, None]).squeeze(1).cpu()
+            worst = max(worst, float((chosen - torch.tensor(output.logprobs)).abs().max()))
+    assert worst < tolerance
+
+
+def test_three_steps_on_the_gpu(tmp_path):
+    import grpo_step
+
+    class Args:
+        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
+        pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+
+    trainer = grpo_step.build(Args, tmp_path).build()
+    run_dir = trainer.run_dir
+    trainer.fit()
+    rows = [json.loads(line) for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["mismatch/mismatch_logprob_abs_diff"] < 0.05 for row in rows)
+    assert all(row["train_metrics/worker_0/step_avg_grad_norm"] > 0 for row in rows)
