@@ -48,6 +48,11 @@ def test_a_reply_without_a_score_is_an_error(body, reason, service, sample):
     assert reason in judge(service((200, body)).url, sample()).judge_error
 
 
+def test_a_service_on_this_machine_is_not_asked_through_a_proxy(service, sample, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    assert judge(service((200, {"score": 1})).url, sample()).reward
+
+
 def test_nobody_there(sample):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

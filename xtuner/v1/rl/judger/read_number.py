@@ -1,7 +1,6 @@
 """The one number that a short statement such as "$1,234.50", "72 hours" or "x = \\frac{1}{2}" stands for.
 
-Exact (`Fraction`), deterministic, and quick for any input: statements are short, patterns do not nest, and
-numbers have bounded digits and exponents. What is not clearly one number is None, never a part of itself.
+Exact (`Fraction`), deterministic, and quick for any input: statements are short and exponents bounded. What is not clearly one number is None, never a part of itself.
 """
 
 import re
@@ -10,7 +9,6 @@ from fractions import Fraction
 
 MAX_CHARS = 200
 """Longest statement."""
-_MAX_DIGITS = 100
 _MAX_EXPONENT = 100
 
 _PLAIN = re.compile(r"[+-]?[0-9]{1,18}")
@@ -104,8 +102,6 @@ def _sign(before: str) -> int | None:
 
 def _value(match: re.Match[str]) -> Fraction | None:
     groups = match.groupdict()
-    if sum(map(len, filter(None, groups.values()))) > _MAX_DIGITS:
-        return None
     if groups["mixed"]:
         top, bottom = int(groups["top"]), int(groups["bottom"])
         return int(groups["mixed"]) + Fraction(top, bottom) if top < bottom else None
