@@ -78,10 +78,8 @@ class PackedAttention:
         lk, lq, n = block.keys, block.queries, block.count
         if self._device.type == "cpu" and lk <= _MAX_EAGER_KEYS:
             # The query heads that share keys are one taller matrix.
-            q, k, v = q.view(n * heads, -1, dim), k.view(n * heads, lk, dim), v.view(n * heads, lk, dim)
-            scores = torch.bmm(q * scale, k.transpose(1, 2))
-            scores.view(n, -1, lq, lk).add_(self._mask(i, q.dtype))
-            return torch.bmm(scores.softmax(-1), v).view(-1, dim)
+            q, k, v = (t.view(n * heads, -1, dim) for t in (q, k, v))
+            return _EagerAttention.apply(q, k, v, self._mask(i, q.dtype), scale).view(-1, dim)
         q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, dim)
         mask = self._mask(i, torch.bool) if block.prefix_length is not None else None
         out = F.scaled_dot_product_attention(
@@ -111,6 +109,33 @@ class PackedAttention:
             indices = (q_index, kv_index, q_index.inverse())
             self._indices[num_q, num_kv] = tuple(index.to(self._device) for index in indices)
         return self._indices[num_q, num_kv]
+
+
+class _EagerAttention(torch.autograd.Function):
+    """Softmax attention with its probabilities kept for the backward.
+
+    q [N, G * Lq, D], k and v [N, Lk, D], mask [B or 1, 1, Lq, Lk] to be added, N a multiple of B; returns q's shape.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale):
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+        batch = q.shape[0] if mask.shape[0] == 1 else mask.shape[0]
+        probs = scores.view(batch, -1, *mask.shape[2:]).add_(mask).softmax(-1).view(scores.shape)
+        ctx.save_for_backward(q, k, v, probs)
+        ctx.scale = scale
+        return torch.bmm(probs, v)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, probs = ctx.saved_tensors
+        grad_v = torch.bmm(probs.transpose(1, 2), grad)
+        grad_probs = torch.bmm(grad, v.transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        none = q.new_empty(1, 1, 1)
+        grad_q = torch.baddbmm(none, grad_scores, k, beta=0, alpha=ctx.scale)
+        grad_k = torch.baddbmm(none, grad_scores.transpose(1, 2), q, beta=0, alpha=ctx.scale)
+        return grad_q, grad_k, grad_v, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
+def inverse_rms(x: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """1 / rms(x) over the last dimension, which stays with size 1."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=out)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 

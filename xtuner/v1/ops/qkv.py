@@ -48,33 +48,46 @@ class _CpuSplitQKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, num_q, num_kv, table, q_weight, k_weight, eps):
-        heads = qkv.view(qkv.shape[0], num_q + 2 * num_kv, -1)
-        parts = heads.split((num_q, num_kv, num_kv), dim=1)
-        rotated, inv_rms = [], [None, None]
-        for i, (part, weight) in enumerate(zip(parts, (q_weight, k_weight), strict=False)):
-            if weight is not None:
-                inv_rms[i] = inverse_rms(part, eps)
-                part = (part * inv_rms[i]).mul_(weight)
-            rotated.append(torch.empty(part.shape, dtype=part.dtype))
-            rotate_into(rotated[i], part, table)
+        sizes = (num_q, num_kv, num_kv)
+        heads = qkv.view(qkv.shape[0], sum(sizes), -1)
+        parts = heads.split(sizes, dim=1)
+        outputs = [torch.empty(part.shape, dtype=part.dtype) for part in parts]
+        inv_rms = [torch.empty(*part.shape[:2], 1, dtype=part.dtype) for part in parts[:2]]
+        for rows in _pieces(qkv.shape[0]):
+            piece = RotaryTable(table.cos[rows], table.sin[rows])
+            for part, weight, inverse, out in zip(parts, (q_weight, k_weight), inv_rms, outputs, strict=False):
+                x = part[rows]
+                if weight is not None:
+                    x = (x * inverse_rms(x, eps, out=inverse[rows])).mul_(weight)
+                rotate_into(out[rows], x, piece)
+            outputs[2][rows] = parts[2][rows]
         ctx.save_for_backward(qkv, q_weight, k_weight, *inv_rms)
-        ctx.table, ctx.num_q, ctx.num_kv = table, num_q, num_kv
-        return *rotated, parts[2].contiguous()
+        ctx.table, ctx.sizes = table, sizes
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         qkv, q_weight, k_weight, *inv_rms = ctx.saved_tensors
         grad_qkv = torch.empty_like(qkv)
-        sizes = (ctx.num_q, ctx.num_kv, ctx.num_kv)
-        heads = (qkv.shape[0], sum(sizes), -1)
-        parts, grad_parts = qkv.view(heads).split(sizes, 1), grad_qkv.view(heads).split(sizes, 1)
-        grad_weights = [None, None]
-        for i, weight in enumerate((q_weight, k_weight)):
-            if weight is None:
-                rotate_into(grad_parts[i], grads[i], ctx.table, inverse=True)
-                continue
-            back = torch.empty_like(grads[i])
-            rotate_into(back, grads[i], ctx.table, inverse=True)
-            grad_weights[i] = rms_norm_backward(back, parts[i], inv_rms[i], weight, grad_parts[i])
-        grad_parts[2].copy_(grads[2])
+        heads = (qkv.shape[0], sum(ctx.sizes), -1)
+        parts, grad_parts = qkv.view(heads).split(ctx.sizes, 1), grad_qkv.view(heads).split(ctx.sizes, 1)
+        weights = (q_weight, k_weight)
+        grad_weights = [None if weight is None else torch.zeros_like(weight) for weight in weights]
+        for rows in _pieces(qkv.shape[0]):
+            piece = RotaryTable(ctx.table.cos[rows], ctx.table.sin[rows])
+            for i, weight in enumerate(weights):
+                if weight is None:
+                    rotate_into(grad_parts[i][rows], grads[i][rows], piece, inverse=True)
+                    continue
+                grad = torch.empty_like(grads[i][rows])
+                rotate_into(grad, grads[i][rows], piece, inverse=True)
+                grad_weights[i] += rms_norm_backward(
+                    grad, parts[i][rows], inv_rms[i][rows], weight, grad_parts[i][rows]
+                )
+            grad_parts[2][rows] = grads[2][rows]
         return grad_qkv, None, None, None, *grad_weights, None
+
+
+def _pieces(num_rows: int, size: int = 1024) -> list[slice]:
+    """Rows in pieces whose temporaries stay in a core's cache."""
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
