@@ -1,6 +1,7 @@
 """The one number that a short statement such as "$1,234.50", "72 hours" or "x = \\frac{1}{2}" stands for.
 
-Exact (`Fraction`), deterministic, and quick for any input: statements are short and exponents bounded. What is not clearly one number is None, never a part of itself.
+Exact (`Fraction`), deterministic, and quick for any input: statements are short and exponents bounded. What is not
+clearly one number is None, never a part of itself.
 """
 
 import re
