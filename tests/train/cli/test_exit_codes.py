@@ -14,7 +14,7 @@ def test_finished_run_exits_0_with_the_options_applied(cli) -> None:
     options = "--num-workers 2 --accelerator cpu --launcher ray --work-dir out --set steps=7".split()
     result = cli.run("--config", config, *options)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["7", "2", "CPU", "ray", "out"]
+    assert result.stdout.split() == ["7", "2", "cpu", "ray", "out"]
 
 
 def test_failed_run_exits_1_and_shows_where(cli) -> None:
@@ -87,10 +87,11 @@ def test_stopped_run_shuts_down_and_exits_with_the_signal(cli, fit: str, signum:
     assert stop(cli, cli.config(fit), signum) == (code, True)
 
 
-def test_sigterm_works_where_ctrl_c_is_ignored(cli) -> None:
-    """A job that a script starts in the background inherits an ignored SIGINT."""
-    config = cli.config(STOPPED_FIT)
-    assert stop(cli, config, signal.SIGTERM, ["bash", "-c", 'trap "" INT; exec "$@"', "bash"]) == (143, True)
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_work_where_ctrl_c_was_ignored(cli, signum: int, code: int) -> None:
+    """A job that a script starts in the background inherits an ignored SIGINT, and event loops then ignore it too."""
+    ignoring = ["bash", "-c", 'trap "" INT; exec "$@"', "bash"]
+    assert stop(cli, cli.config(STOPPED_ASYNC_FIT), signum, ignoring) == (code, True)
 
 
 def test_error_while_stopping_is_shown_and_still_exits_with_the_signal(cli) -> None:

@@ -62,7 +62,7 @@ def test_run_gets_paths_switches_and_workers_from_any_folder(cli, place: Path) -
         f"WORK_DIR {work_dir}",
         "WORLD_SIZE 1",
         "switches XTUNER_USE_SGLANG",  # a leftover switch of another engine would contradict the argument
-        f"config {work_dir} 2 CPU",
+        f"config {work_dir} 2 cpu",
     ]
     (log,) = work_dir.glob("training_log_*.txt")
     assert log.read_text() == out
@@ -72,7 +72,7 @@ def test_run_gets_paths_switches_and_workers_from_any_folder(cli, place: Path) -
 def test_native_engine_has_no_switch_and_evaluation_is_optional(cli, place: Path) -> None:
     code, out, err = finish(start(cli, cli.config(SHOW).name, "native", "m", "d/train.jsonl", ACCELERATOR="cpu"))
     assert code == 0, err
-    assert "EVAL_DATA_PATH \n" in out and "switches\n" in out and out.endswith(" 1 CPU\n")
+    assert "EVAL_DATA_PATH \n" in out and "switches\n" in out and out.endswith(" 1 cpu\n")
 
 
 @pytest.mark.parametrize("visible, workers", [("1,3", 2), ("GPU-5a", 1)])
@@ -80,7 +80,7 @@ def test_workers_are_the_visible_devices(cli, place: Path, visible: str, workers
     args = [cli.config(SHOW).name, "native", "m", "d/train.jsonl"]
     code, out, err = finish(start(cli, *args, CUDA_VISIBLE_DEVICES=visible))
     assert code == 0, err
-    assert out.endswith(f" {workers} GPU\n")
+    assert out.endswith(f" {workers} gpu\n")
 
 
 @pytest.mark.parametrize("fit, code", [("raise RuntimeError('lost')", 1), ("sys.exit(0)", 1), ("os._exit(9)", 9)])

@@ -9,6 +9,7 @@ import typer
 
 from .errors import UserError
 from .process import StopSignals, run_process
+from .source import is_message
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -108,7 +109,7 @@ def check(
         trainer_cfg: Any = _resolve(config, config_option, work_dir, num_workers, accelerator, launcher, set_)
         print_plan(trainer_cfg)
         if problems := trainer_cfg.check():
-            raise UserError(_problem_text(problems))
+            raise UserError("\n".join(["the run cannot start:", *(f"- {problem}" for problem in problems)]))
         typer.echo("No problem found.")
 
     sys.exit(run_process(body, debug))
@@ -169,15 +170,13 @@ def _resolve(
 
     if (config is None) == (config_option is None):
         raise UserError("give one config file: `xtuner train CONFIG`, or --config CONFIG")
-    options = {
-        "--work-dir": ("work_dir", work_dir),
-        "--num-workers": ("resources.num_workers", num_workers),
-        "--accelerator": ("resources.accelerator", accelerator and accelerator.value.upper()),
-        "--launcher": ("launcher", launcher and launcher.value),
-    }
-    overrides = [
-        Override(path, str(value), f"{name} {value}") for name, (path, value) in options.items() if value is not None
+    options = [
+        ("work_dir", "--work-dir", work_dir),
+        ("resources.num_workers", "--num-workers", num_workers),
+        ("resources.accelerator", "--accelerator", accelerator),
+        ("launcher", "--launcher", launcher),
     ]
+    overrides = [Override(path, str(v), f"{name} {v}") for path, name, v in options if v is not None]
     overrides += [Override.parse(text) for text in set_ or []]
     return apply_overrides(load_trainer(config or config_option, work_dir), overrides)  # type: ignore[arg-type]
 
@@ -185,14 +184,10 @@ def _resolve(
 def _build(trainer_cfg: Any) -> Any:
     try:
         return trainer_cfg.build()
-    except ValueError as error:  # `build` refuses what `check` finds: mistakes of the user, all of them at once
-        if problems := trainer_cfg.check():
-            raise UserError(_problem_text(problems)) from error
+    except Exception as error:
+        if is_message(error):
+            raise UserError(str(error)) from error
         raise
-
-
-def _problem_text(problems: list[str]) -> str:
-    return "\n".join(["the run cannot start:", *(f"  - {problem}" for problem in problems)])
 
 
 def _version() -> str:

@@ -138,10 +138,12 @@ class _Draft:
         return Any
 
     def _explain(self, error: ValidationError, given: list[tuple[Path, Override]]) -> str:
+        lines = validation_lines(error, self.path)
         wrong = [(*self.path, *clean_loc(item["loc"])) for item in error.errors()]
-        blamed = [o for p, o in given if any(p[: len(w)] == w or w[: len(p)] == p for w in wrong)]
-        options = " ".join(dict.fromkeys(o.option for o in blamed)) or "the command line"
-        return "\n".join([f"{options}: not valid", *(f"  {line}" for line in validation_lines(error, self.path))])
+        blamed = [(p, o) for p, o in given if any(p[: len(w)] == w or w[: len(p)] == p for w in wrong)]
+        named = [(p, o) for p, o in blamed if any(str(p[-1]) in line for line in lines)]
+        options = " ".join(dict.fromkeys(o.option for _, o in named or blamed)) or "the command line"
+        return "\n".join([f"{options}: not valid", *(f"  {line}" for line in lines)])
 
 
 def _skipped_index(node: _Draft, names: list[str]) -> int:

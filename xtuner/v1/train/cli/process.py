@@ -22,17 +22,18 @@ class StopSignals:
 
     def arm(self) -> None:
         """Install the handlers (again: a library that is imported on the way may have replaced them)."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited by a job that a script put in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for signum in _STOPPING:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
                 signal.signal(signum, self._stop)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
-        interrupt: Any = signal.getsignal(signal.SIGINT)  # python's, or the one of the event loop that is running
-        if callable(interrupt):
-            interrupt(signal.SIGINT, frame)
-        else:
+        interrupt: Any = signal.getsignal(signal.SIGINT)  # that of a running event loop cancels its main task
+        if not callable(interrupt):
             raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)
 
     def exit_code(self) -> int:
         return 128 + (self.received or signal.SIGINT)

@@ -3,6 +3,7 @@
 import ast
 import linecache
 import os
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ def argument_line(frame: traceback.FrameSummary, loc: tuple[Any, ...]) -> int:
             break
         line = getattr(node, "lineno", line)
     return line
+
+
+def is_message(error: BaseException) -> bool:
+    """Whether the package itself raised `error` to tell the user something, in this process.
+
+    Then the text says it all. Any other exception is a fault whose traceback is needed.
+    """
+    if type(error) not in (ValueError, RuntimeError, FileNotFoundError) or _is_remote(error):
+        return False
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return _PACKAGE in Path(frame.filename).parents and re.search(r"\braise\b", frame.line or "") is not None
+
+
+def _is_remote(error: BaseException) -> bool:
+    from xtuner.v1.rl.utils.host import RemoteTraceback
+
+    return isinstance(error.__cause__, RemoteTraceback)
 
 
 def quote(filename: str, line: int) -> str:
