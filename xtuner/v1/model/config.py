@@ -31,8 +31,7 @@ class RopeConfig(XTunerConfig):
     def _band_is_not_empty(self) -> "RopeConfig":
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
-                f"rope: low_freq_factor={self.low_freq_factor} must be below "
-                f"high_freq_factor={self.high_freq_factor}."
+                f"rope: low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}."
             )
         return self
 

@@ -54,9 +54,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
         q_weight = self.q_norm.weight if self.q_norm is not None else None
         k_weight = self.k_norm.weight if self.k_norm is not None else None
-        q, k, v = split_qkv(
-            self.qkv_proj(x), self.num_q, self.num_kv, rotary, q_weight, k_weight, self.eps
-        )
+        q, k, v = split_qkv(self.qkv_proj(x), self.num_q, self.num_kv, rotary, q_weight, k_weight, self.eps)
         return self.o_proj(self._attend(q, k, v, attention).flatten(1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:

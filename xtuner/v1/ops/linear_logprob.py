@@ -26,9 +26,7 @@ def linear_logprob(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: at least one row of logits must be computed at a time.")
-    logprobs, entropy = _LinearLogprob.apply(
-        hidden, weight, labels, inv_temperature, chunk_size, with_entropy
-    )
+    logprobs, entropy = _LinearLogprob.apply(hidden, weight, labels, inv_temperature, chunk_size, with_entropy)
     return logprobs, entropy if with_entropy else None
 
 

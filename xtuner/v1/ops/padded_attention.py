@@ -1,0 +1,212 @@
+"""Packed attention in padded rectangles, for CPUs and for float32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtuner.v1.data_proto.packed import SegmentLayout
+
+from .gather import RowIndex, gather_rows
+
+# Up to this many keys a CPU is faster with all scores of a block in memory, and they are no more than a few
+# times the queries themselves.
+_MAX_EAGER_KEYS = 128
+
+
+class PaddedAttention:
+    """Segments of similar length are padded to rectangles ("blocks").
+
+    One gather brings the rows of all blocks and heads into place, one brings the results back.
+    """
+
+    def __init__(self, layout: SegmentLayout, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._num_rows = sum(layout.lengths)
+        self._blocks = [_Block.build(segments, layout) for segments in _buckets(layout)]
+        self._indices: dict[tuple[int, int], tuple[RowIndex, RowIndex, RowIndex]] = {}
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
+        num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+        q_index, kv_index, out_index = self._index(num_q, num_kv)
+        q_blocks = gather_rows(q.reshape(-1, dim), q_index).split([b.num_queries * num_q for b in self._blocks])
+        heads = kv_index.rows.numel() // sum(b.num_keys for b in self._blocks)
+        sizes = [b.num_keys * heads for b in self._blocks]
+        k_blocks = gather_rows(k.reshape(-1, dim), kv_index).split(sizes)
+        v_blocks = gather_rows(v.reshape(-1, dim), kv_index).split(sizes)
+        outputs = [
+            self._attend_block(i, q_b, k_b, v_b, scale, heads)
+            for i, (q_b, k_b, v_b) in enumerate(zip(q_blocks, k_blocks, v_blocks, strict=True))
+        ]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return gather_rows(out, out_index).view(-1, num_q, dim)
+
+    def _attend_block(self, i: int, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
+        """q [B * Hq * Lq, D], k and v [B * heads * Lk, D]; returns q's shape."""
+        block, dim = self._blocks[i], q.shape[-1]
+        lk, lq, n = block.keys, block.queries, block.count
+        if self._device.type == "cpu" and lk <= _MAX_EAGER_KEYS:
+            # The query heads that share keys are one taller matrix.
+            q, k, v = (t.view(n * heads, -1, dim) for t in (q, k, v))
+            return _EagerAttention.apply(q, k, v, self._mask(i, q.dtype), scale).view(-1, dim)
+        q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, dim)
+        mask = self._mask(i, torch.bool) if block.prefix_length is not None else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads != q.shape[1]
+        )
+        return out.reshape(-1, dim)
+
+    def _mask(self, i: int, dtype: torch.dtype) -> Tensor:
+        """[B or 1, 1, Lq, Lk]: True for what is seen, or 0 there and -inf elsewhere."""
+        if (i, dtype) not in self._masks:
+            mask = self._blocks[i].mask().to(self._device)
+            if dtype != torch.bool:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+            self._masks[i, dtype] = mask
+        return self._masks[i, dtype]
+
+    def _index(self, num_q: int, num_kv: int) -> tuple[RowIndex, RowIndex, RowIndex]:
+        """Indices of queries, of keys and values, and of the way back, over flat [T * heads] rows."""
+        if (num_q, num_kv) not in self._indices:
+            q_rows = torch.cat([_per_head(b.q_rows, num_q, num_q) for b in self._blocks])
+            padding = torch.cat([_per_head(b.q_padding, num_q) for b in self._blocks])
+            q_index = RowIndex.build(q_rows, self._num_rows * num_q, padding)
+            # CUDA's masked kernels know no grouped heads: there the gather copies keys to every query head.
+            heads = num_q if self._device.type == "cuda" else num_kv
+            kv_rows = torch.cat([_per_head(b.kv_rows, heads, num_kv) for b in self._blocks])
+            kv_index = RowIndex.build(kv_rows, self._num_rows * num_kv)
+            indices = (q_index, kv_index, q_index.inverse())
+            self._indices[num_q, num_kv] = tuple(index.to(self._device) for index in indices)
+        return self._indices[num_q, num_kv]
+
+
+class _EagerAttention(torch.autograd.Function):
+    """Softmax attention with its probabilities kept for the backward.
+
+    q [N, G * Lq, D], k and v [N, Lk, D], mask [B or 1, 1, Lq, Lk] to be added, N a multiple of B. Returns q's
+    shape.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale):
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+        batch = q.shape[0] if mask.shape[0] == 1 else mask.shape[0]
+        probs = scores.view(batch, -1, *mask.shape[2:]).add_(mask).softmax(-1).view(scores.shape)
+        ctx.save_for_backward(q, k, v, probs)
+        ctx.scale = scale
+        return torch.bmm(probs, v)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, probs = ctx.saved_tensors
+        grad_v = torch.bmm(probs.transpose(1, 2), grad)
+        grad_probs = torch.bmm(grad, v.transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        none = q.new_empty(1, 1, 1)
+        grad_q = torch.baddbmm(none, grad_scores, k, beta=0, alpha=ctx.scale)
+        grad_k = torch.baddbmm(none, grad_scores.transpose(1, 2), q, beta=0, alpha=ctx.scale)
+        return grad_q, grad_k, grad_v, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """B segments padded to one rectangle: queries [B, Lq]; keys [B, Lp + Lq], prefixes in front.
+
+    Queries are padded behind, prefixes before, so that one causal triangle serves all segments. Padding reads a
+    row of its own segment: no other sample's values come near, not even NaNs.
+    """
+
+    q_rows: Tensor
+    """int64 [B, Lq]"""
+    q_padding: Tensor
+    """bool [B, Lq]"""
+    kv_rows: Tensor
+    """int64 [B, Lk]"""
+    prefix_length: Tensor | None
+    """int64 [B], None if no segment has a prefix."""
+
+    @classmethod
+    def build(cls, segments: list[int], layout: SegmentLayout) -> "_Block":
+        starts = torch.tensor(_starts(layout.lengths))
+        lengths = torch.tensor(layout.lengths)
+        own = torch.tensor(segments)
+        column = torch.arange(int(lengths[own].max()))
+        q_rows = starts[own, None] + column.minimum(lengths[own, None] - 1)
+        q_padding = column >= lengths[own, None]
+        prefix = torch.tensor([layout.prefix[s] for s in segments])
+        if int(prefix.max()) < 0:
+            return cls(q_rows, q_padding, q_rows, None)
+        prefix_length = lengths[prefix]
+        left = torch.arange(-int(prefix_length.max()), 0) + prefix_length[:, None]
+        prefix_rows = starts[prefix, None] + left.clamp(min=0)
+        return cls(q_rows, q_padding, torch.cat((prefix_rows, q_rows), 1), prefix_length)
+
+    @property
+    def count(self) -> int:
+        return self.q_rows.shape[0]
+
+    @property
+    def queries(self) -> int:
+        return self.q_rows.shape[1]
+
+    @property
+    def keys(self) -> int:
+        return self.kv_rows.shape[1]
+
+    @property
+    def num_queries(self) -> int:
+        return self.q_rows.numel()
+
+    @property
+    def num_keys(self) -> int:
+        return self.kv_rows.numel()
+
+    def mask(self) -> Tensor:
+        """bool [B or 1, 1, Lq, Lk], True for what is seen."""
+        causal = torch.ones(self.queries, self.queries, dtype=torch.bool).tril()
+        if self.prefix_length is None:
+            return causal[None, None]
+        longest = self.keys - self.queries
+        real = torch.arange(longest) >= longest - self.prefix_length[:, None]
+        shape = (self.count, 1, self.queries)
+        return torch.cat((real[:, None, None, :].expand(*shape, -1), causal.expand(*shape, -1)), 3)
+
+
+def _per_head(places: Tensor, heads: int, source_heads: int | None = None) -> Tensor:
+    """[B, L] rows -> flat rows of [T * source_heads], in the order [B, heads, L]; a mask is only repeated."""
+    spread = places[:, None, :].expand(-1, heads, -1)
+    if source_heads is not None:
+        head = torch.arange(heads) // (heads // source_heads)
+        spread = spread * source_heads + head[:, None]
+    return spread.flatten()
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]
+
+
+def _buckets(layout: SegmentLayout) -> list[list[int]]:
+    """Segments in groups whose rectangles waste little, those with and without a prefix apart."""
+    lengths, prefix = layout.lengths, layout.prefix
+    plain = [s for s, p in enumerate(prefix) if p < 0]
+    prefixed = [s for s, p in enumerate(prefix) if p >= 0]
+    buckets = _runs(plain, lambda s: lengths[s])
+    for run in _runs(prefixed, lambda s: lengths[s]):
+        buckets += _runs(run, lambda s: lengths[prefix[s]])
+    return buckets
+
+
+def _runs(segments: list[int], length: Callable[[int], int]) -> list[list[int]]:
+    """Cut the segments, sorted by length, where a run's longest would pass its shortest by a quarter."""
+    runs: list[list[int]] = []
+    for s in sorted(segments, key=length):
+        if runs and length(s) <= 1.25 * length(runs[-1][0]) + 8:
+            runs[-1].append(s)
+        else:
+            runs.append([s])
+    return runs
