@@ -61,7 +61,7 @@ def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
     async def generate():
         engine = NativeEngine(model_folder, device="cuda", dtype=dtype, max_batch_size=64, context_length=128)
         await engine.start()
-        params = SampleParams(max_tokens=40, min_tokens=10)
+        params = SampleParams(max_tokens=40)
         prompts = [[3 + (i * j) % 300 for j in range(5 + i % 9)] for i in range(48)]
         requests = [GenerateRequest(i, p, params, 1000 + i) for i, p in enumerate(prompts)]
         outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
