@@ -49,7 +49,7 @@ class Cli:
     def command(self, *args: str | Path) -> list[str]:
         return [sys.executable, str(REPOSITORY / "xtuner/v1/train/cli/rl.py"), *map(str, args)]
 
-    def run(self, *args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *args: str | Path, **env: str | None) -> subprocess.CompletedProcess[str]:
         """To its end, from the folder."""
         return subprocess.run(
             self.command(*args),
@@ -60,10 +60,11 @@ class Cli:
             timeout=60,
         )
 
-    def env(self, **more: str) -> dict[str, str]:
+    def env(self, **more: str | None) -> dict[str, str]:
         """This process's environment without what a config might read."""
         dropped = "WORK_DIR MODEL_PATH DATA_PATH EVAL_DATA_PATH WORLD_SIZE XTUNER_DEBUG PYTHONPATH".split()
-        return {k: v for k, v in os.environ.items() if k not in dropped} | more
+        given = {k: v for k, v in more.items() if v is not None}
+        return {k: v for k, v in os.environ.items() if k not in dropped} | given
 
 
 @pytest.fixture

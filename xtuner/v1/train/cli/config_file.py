@@ -46,7 +46,7 @@ def _config_path(path: Path) -> Path:
 def _execute(path: Path) -> ModuleType:
     """Run the file as a module of its own name, with its folder importable, as Python does with a script.
 
-    The module stays importable under that name: workers unpickle the functions that it defines.
+    The mark tells the launcher to send the functions that the file defines to workers by value.
     """
     name = _module_name(path)
     module = ModuleType(name)

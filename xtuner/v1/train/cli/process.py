@@ -15,10 +15,20 @@ _STOPPING = [s for s in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if s i
 
 
 class StopSignals:
-    """Makes SIGTERM and SIGHUP shut the run down as Ctrl-C does, and remembers which one it was."""
+    """While entered, SIGTERM and SIGHUP shut the run down as Ctrl-C does; remembers which one it was."""
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *_STOPPING)}
+        self.arm()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def arm(self) -> None:
         """Install the handlers (again: a library that is imported on the way may have replaced them)."""
@@ -46,9 +56,9 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
     """
     debug = debug or os.environ.get("XTUNER_DEBUG", "0") not in ("", "0")
     signals = StopSignals()
-    signals.arm()
     try:
-        body(signals)
+        with signals:
+            body(signals)
         return FINISHED
     except UserError as error:
         return _mistake(str(error), debug)
