@@ -1,21 +1,20 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves layout."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class RotaryTable:
     """Cosine and sine of every row's angles, float32 [T, 1, D/2] each; made once a forward, used by all layers.
 
-    A class of its own and not a pair of tensors: FSDP casts the tensors among a layer's arguments to the
-    compute type, and half precision is too coarse for angles.
+    A plain class on purpose: FSDP casts the tensors among a layer's arguments to the compute type, those in
+    tuples and dataclasses too, and half precision is too coarse for angles.
     """
 
-    cos: Tensor
-    sin: Tensor
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
 
 
 def rotary_table(position_ids: Tensor, inv_freq: Tensor) -> RotaryTable:

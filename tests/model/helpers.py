@@ -1,0 +1,81 @@
+"""Tiny random models of every family, written by transformers, and packs."""
+
+from pathlib import Path
+
+import torch
+
+from xtuner.v1.data_proto.packed import SegmentLayout
+from xtuner.v1.model import DenseModelConfig, MHAConfig, get_model_config_from_hf
+from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.hf import load_hf_model
+from xtuner.v1.ops.attention import PackedAttention
+
+VOCAB = 89
+_BASE = dict(
+    vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+FAMILIES = {
+    "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True)),
+    "qwen2-untied": ("Qwen2Config", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
+    "qwen3": ("Qwen3Config", dict(head_dim=16, tie_word_embeddings=True)),
+    "qwen3-bias": ("Qwen3Config", dict(head_dim=8, attention_bias=True, rope_parameters=dict(rope_theta=1e6))),
+    "llama": ("LlamaConfig", dict(rope_parameters=LLAMA3, rms_norm_eps=1e-5)),
+    "llama-bias": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "mistral": ("MistralConfig", dict(head_dim=16, sliding_window=None)),
+}
+
+
+def write_hf(folder: Path, family: str, dtype: torch.dtype = torch.float32):
+    """A random transformers model with weights large enough to make every part matter; saved into `folder`."""
+    import transformers
+
+    name, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**_BASE, **extra))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(1.0 if param.dim() == 1 else 0.0, 0.2)
+    model.to(dtype).save_pretrained(folder)
+    return model.eval()
+
+
+def load(folder: Path) -> DenseModel:
+    model = get_model_config_from_hf(folder).build("cpu")
+    load_hf_model(model, folder)
+    return model
+
+
+def tiny_config(**changes) -> DenseModelConfig:
+    values = dict(
+        model_type="qwen3", vocab_size=VOCAB, max_position_embeddings=256, num_hidden_layers=2, hidden_size=32,
+        intermediate_size=48, tie_word_embeddings=True,
+        attention=MHAConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True),
+    )  # fmt: skip
+    return DenseModelConfig(**values | changes)
+
+
+def tiny_model(seed: int = 0, **changes) -> DenseModel:
+    model = tiny_config(**changes).build("cpu")
+    model.init_weights(seed, std=0.2)
+    return model
+
+
+def hidden_of(model: DenseModel, ids: list[list[int]], prefix: list[int]) -> list[torch.Tensor]:
+    """Hidden states of each segment of a pack; positions go on from the prefix."""
+    lengths = [len(segment) for segment in ids]
+    positions = [
+        range(lengths[p], lengths[p] + n) if p >= 0 else range(n) for n, p in zip(lengths, prefix, strict=True)
+    ]
+    flat_ids = torch.tensor([token for segment in ids for token in segment])
+    flat_positions = torch.tensor([p for segment in positions for p in segment])
+    context = PackedAttention(SegmentLayout(lengths, prefix), "cpu")
+    return list(model.hidden_states(flat_ids, flat_positions, context).split(lengths))
+
+
+def random_ids(seed: int, count: int) -> list[int]:
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
