@@ -108,10 +108,10 @@ def test_the_largest_uniform_number_stays_below_any_total():
 
 
 def test_a_large_flat_vocabulary_is_sampled_over_its_whole_range():
-    n, vocab = 2000, 50_000
+    n, vocab = 1000, 20_000
     tokens, logprobs = _draw(torch.zeros(n, vocab), _rows(n, vocab))
     counts = torch.histc(tokens.float(), 20, 0, vocab)
-    assert ((counts - 100) ** 2 / 100).sum() < 60
+    assert ((counts - 50) ** 2 / 50).sum() < 60
     torch.testing.assert_close(logprobs, torch.full((n,), -math.log(vocab)), rtol=0, atol=2e-5)
 
 
