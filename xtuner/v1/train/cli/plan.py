@@ -86,7 +86,7 @@ def _step(cfg: Any) -> str:
     samples = f" x {repeats.pop()} responses" if len(repeats) == 1 else ""
     worker = cfg.train_worker_cfg
     return (
-        f"{cfg.train_batch_size} prompts{samples}, {worker.optimizer_steps} optimizer updates, "
+        f"{cfg.train_batch_size} prompts{samples}, optimizer updates: {worker.optimizer_steps}, "
         f"packs of up to {worker.pack_max_length} tokens; new weights every {cfg.sync_weights_interval} steps"
     )
 
