@@ -131,6 +131,7 @@ class GSM8KJudgerConfig(JudgerConfig):
     """
 
     judger_name: str = Field("openai/gsm8k", min_length=1)
+    """Name in logs and of its worker pool."""
     reward_handler: RewardHandler | None = Field(score_gsm8k, exclude=True)
     """The GSM8K rule. For another one use JudgerConfig."""
     extra_info: dict[str, Any] = Field({"score": 1, "format_score": 0}, exclude=True)
