@@ -54,7 +54,8 @@ def _section(module: str, cls) -> str:
         return "\n".join([*lines, "No fields.\n"])
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, field in cls.model_fields.items():
-        lines.append(f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {_one_line(field.description or '')} |")
+        meaning = _one_line(field.description or "")
+        lines.append(f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
     return "\n".join([*lines, ""])
 
 

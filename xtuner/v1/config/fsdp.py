@@ -48,9 +48,9 @@ class FSDPConfig(XTunerConfig):
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory."""
     param_dtype: TorchDtype = torch.bfloat16
-    """Type of compute. Master weights are float32 always. On a CPU, float32 is used unless `cpu_param_dtype` says else."""
+    """Type of compute on an accelerator. Master weights are float32 always."""
     cpu_param_dtype: TorchDtype = torch.float32
-    """Type of compute on CPU, where bfloat16 is slower than float32 on most machines."""
+    """Type of compute on a CPU, where bfloat16 is slower than float32 on most machines."""
     reduce_dtype: TorchDtype = torch.bfloat16
     """Type in which gradients are summed over ranks. On a CPU: float32."""
     fp32_lm_head: bool = False

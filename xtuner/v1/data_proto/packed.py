@@ -1,6 +1,7 @@
 """The training side's one object: samples laid one behind the other, with what each trained token needs."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)

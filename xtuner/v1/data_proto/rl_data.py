@@ -1,6 +1,6 @@
 """The rollout side's one object: a sample on its way from prompt to reward."""
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from xtuner.v1.config.base import XTunerConfig
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """Where a sample stands."""
 
     INIT = "init"

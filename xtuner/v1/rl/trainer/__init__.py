@@ -1,13 +1,31 @@
-"""The policy update: groups to samples to packs, and the workers that train on them."""
+"""The policy update: groups to samples to packs, and the workers that train on them.
+
+The worker itself is imported on first use: reading a configuration needs neither engine nor distributed torch.
+"""
+
+from typing import Any
 
 from xtuner.v1.rl.loss import RolloutImportanceSampling
 
 from .config import WorkerConfig
 from .packing import pack_samples
 from .samples import SampleReport, TrainingSample, build_samples
-from .worker import FitResult, TrainingWorker
 
 __all__ = [
-    "FitResult", "RolloutImportanceSampling", "SampleReport", "TrainingSample", "TrainingWorker", "WorkerConfig",
-    "build_samples", "pack_samples",
-]  # fmt: skip
+    "FitResult",
+    "RolloutImportanceSampling",
+    "SampleReport",
+    "TrainingSample",
+    "TrainingWorker",
+    "WorkerConfig",
+    "build_samples",
+    "pack_samples",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FitResult", "TrainingWorker"):
+        from . import worker
+
+        return getattr(worker, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

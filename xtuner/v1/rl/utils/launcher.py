@@ -42,7 +42,9 @@ class Launcher(Protocol):
     def spawn_on(self, rank: int, name: str, cls: type, /, *args: Any, **kwargs: Any) -> Handle:
         """`cls(*args, **kwargs)` in the process of accelerator bundle `rank`, beside all others there."""
 
-    def spawn_cpu(self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+    def spawn_cpu(
+        self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any
+    ) -> list[Handle]:
         """`resources.num_workers` workers without an accelerator, each in a process of its own under Ray."""
 
     def rendezvous(self) -> tuple[str, int]:
@@ -82,7 +84,9 @@ class LocalLauncher:
         register(name, worker)
         return LocalHandle(worker)
 
-    def spawn_cpu(self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+    def spawn_cpu(
+        self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any
+    ) -> list[Handle]:
         return [LocalHandle(cls(*args, **kwargs)) for _ in range(resources.num_workers)]
 
     def rendezvous(self) -> tuple[str, int]:
@@ -153,7 +157,9 @@ class RayLauncher:
         _check_rank(rank, self.world_size)
         return self._create(self._hosts[rank : rank + 1], name, cls, args, kwargs)[0]
 
-    def spawn_cpu(self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any) -> list[Handle]:
+    def spawn_cpu(
+        self, name: str, cls: type, /, *args: Any, resources: CPUResourcesConfig, **kwargs: Any
+    ) -> list[Handle]:
         bundle = self._bundle(name, resources)
         hosts = self._start_hosts(name, bundle, resources.num_workers, resources.pg_pack_strategy)
         return self._create(hosts, name, cls, args, kwargs)

@@ -100,7 +100,8 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
             await rollout.update_weights(engine.weight_buckets(1 << 30), step)
             accuracy = await sampled_accuracy(rollout, tokenizer, check, step)
             spent = f"{time.perf_counter() - start:.0f} s"
-            get_logger().info(f"warm start: step {step}  loss {float(loss.detach()):.3f}  accuracy {accuracy:.3f}  {spent}")
+            numbers = f"loss {float(loss.detach()):.3f}  accuracy {accuracy:.3f}"
+            get_logger().info(f"warm start: step {step}  {numbers}  {spent}")
             if accuracy >= target:
                 break
     else:
