@@ -55,9 +55,10 @@ class SelfAttention(nn.Module):
         q_weight = self.q_norm.weight if self.q_norm is not None else None
         k_weight = self.k_norm.weight if self.k_norm is not None else None
         q, k, v = split_qkv(self.qkv_proj(x), self.num_q, self.num_kv, rotary, q_weight, k_weight, self.eps)
-        return self.o_proj(self._attend(q, k, v, attention).flatten(1))
+        return self.o_proj(self.attend(q, k, v, attention).flatten(1))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:
+        """Hand this layer's rows to the context."""
         return attention.attend(self.layer, q, k, v, self.scale)
 
 
@@ -137,6 +138,16 @@ class DenseModel(nn.Module):
         """
         hidden = self.hidden_states(input_ids, position_ids, attention).index_select(0, target_rows)
         return linear_logprob(hidden, self.head_weight(), labels, inv_temperature, chunk_size, with_entropy)
+
+    def compile_layers(self) -> None:
+        """Compile every layer's forward, for any number of rows; before checkpointing and FSDP wrap it.
+
+        The attention context stays outside: what it holds changes with every pack, and each change, like each
+        layer's own number, would count as a new program.
+        """
+        for layer in self.layers:
+            layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def init_weights(self, seed: int = 0, std: float = 0.02) -> None:
         """Random weights: normal matrices, norms 1, biases 0. The same for any sharding of the same model."""

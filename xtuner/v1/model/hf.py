@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from xtuner.v1.config import parse_dtype
+
 from .config import DenseModelConfig
 from .dense import DenseModel
 from .hf_config import to_hf_config
@@ -90,9 +92,7 @@ def load_hf_tensor(model: DenseModel, name: str, tensor: Tensor) -> int:
 @torch.no_grad()
 def copy_rows(param: nn.Parameter, tensor: Tensor, start: int) -> None:
     """param[start : start + len(tensor)] = tensor; of a sharded parameter, the rows that this rank holds."""
-    local, first = param, 0
-    if isinstance(param, DTensor):
-        local, first = param.to_local(), _first_local_row(param)
+    local, first = local_rows(param)
     if local.is_meta:
         raise RuntimeError("the model is on the meta device: allocate it first, model.to_empty(device=...).")
     begin, end = max(start, first), min(start + tensor.shape[0], first + local.shape[0])
@@ -100,15 +100,25 @@ def copy_rows(param: nn.Parameter, tensor: Tensor, start: int) -> None:
         local[begin - first : end - first].copy_(tensor[begin - start : end - start])
 
 
-def _first_local_row(param: DTensor) -> int:
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a tensor that is sharded on dim 0, and the index of the first; (itself, 0) of a whole one."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
-    for placement in param.placements:
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate) or (isinstance(placement, Shard) and placement.dim != 0):
-            raise NotImplementedError(f"weights cannot be copied into placement {placement}; shard on dim 0.")
-    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return offset[0]
+            raise NotImplementedError(f"rows cannot be told for placement {placement}; shard on dim 0.")
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset[0] if offset else 0
+
+
+def checkpoint_dtype(path: str | Path) -> torch.dtype:
+    """The type that a model folder says it has; else that of its first tensor."""
+    values = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    named = values.get("dtype") or values.get("torch_dtype")
+    return parse_dtype(named) if named else next(iter_hf_tensors(path))[1].dtype
 
 
 def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

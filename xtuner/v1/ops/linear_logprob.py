@@ -1,5 +1,7 @@
 """Log-probabilities of labels straight from hidden states: logits exist one chunk of rows at a time."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,8 @@ def linear_logprob(
     exist at a time, in the backward too, where they are computed again. N = 0 gives empty results that still
     carry a (zero) gradient, so that every rank takes part in the collectives of a backward.
     """
+    # The kernels walk plain memory; an expanded temperature or gradient has none of its own.
+    labels, inv_temperature = labels.contiguous(), inv_temperature.contiguous()
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: at least one row of logits must be computed at a time.")
     logprobs, entropy = _LinearLogprob.apply(hidden, weight, labels, inv_temperature, chunk_size, with_entropy)
@@ -34,33 +38,36 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, inv_temperature, chunk_size, with_entropy):
         n = labels.numel()
-        logprobs = torch.empty(n, dtype=torch.float32, device=hidden.device)
+        logprobs, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(2))
         entropy = torch.empty(n if with_entropy else 0, dtype=torch.float32, device=hidden.device)
+        row_statistics, _ = _kernels(hidden)
         for rows in _chunks(n, chunk_size):
-            log_p = _log_softmax(hidden[rows], weight, inv_temperature[rows])
-            logprobs[rows] = log_p.gather(1, labels[rows, None]).squeeze(1)
+            logits = head_logits(hidden[rows], weight)
+            logprobs[rows], lse[rows], entropy_rows = row_statistics(
+                logits, labels[rows], inv_temperature[rows], with_entropy
+            )
             if with_entropy:
-                entropy[rows] = -(log_p.exp() * log_p).sum(-1)
-        ctx.save_for_backward(hidden, weight, labels, inv_temperature, entropy)
+                entropy[rows] = entropy_rows
+        ctx.save_for_backward(hidden, weight, labels, inv_temperature, lse, entropy)
         ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, labels, inv_temperature, entropy = ctx.saved_tensors
+        hidden, weight, labels, inv_temperature, lse, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = grad_logprobs.contiguous(), grad_entropy.contiguous()
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        _, logits_gradient = _kernels(hidden)
         for rows in _chunks(labels.numel(), ctx.chunk_size):
-            log_p = _log_softmax(hidden[rows], weight, inv_temperature[rows])
-            # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
-            if ctx.with_entropy:
-                coefficient = (log_p + entropy[rows, None]).mul_(grad_entropy[rows, None])
-                grad = log_p.exp_().mul_(coefficient.add_(grad_logprobs[rows, None])).neg_()
-            else:
-                grad = log_p.exp_().mul_(-grad_logprobs[rows, None])
-            grad.scatter_add_(1, labels[rows, None], grad_logprobs[rows, None])
-            grad = grad.mul_(inv_temperature[rows, None]).to(hidden.dtype)
+            logits = head_logits(hidden[rows], weight)
+            entropy_parts = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else (None, None)
+            grad = logits_gradient(
+                logits, labels[rows], inv_temperature[rows], lse[rows], entropy_parts[0],
+                grad_logprobs[rows], entropy_parts[1], hidden.dtype,
+            )  # fmt: skip
+            del logits
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -70,13 +77,52 @@ class _LinearLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
+def _kernels(hidden: Tensor) -> tuple[Callable, Callable]:
+    """Two functions of a chunk of logits: statistics of its rows, and its gradient."""
+    if hidden.is_cuda:
+        from . import logprob_kernels
+
+        return logprob_kernels.row_statistics, logprob_kernels.logits_gradient
+    return reference_row_statistics, reference_logits_gradient
+
+
+def reference_row_statistics(
+    logits: Tensor, labels: Tensor, inv_temperature: Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of the label, log-sum-exp, and entropy, [N] each. Overwrites the logits."""
+    logits.mul_(inv_temperature[:, None])
+    label_logits = logits.gather(1, labels[:, None]).squeeze(1)
+    log_p = torch.log_softmax(logits, dim=-1)
+    logprobs = log_p.gather(1, labels[:, None]).squeeze(1)
+    entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else None
+    return logprobs, label_logits - logprobs, entropy
+
+
+def reference_logits_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    inv_temperature: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the logits from that of the log-probs and, if there is one, the entropy. Overwrites the logits."""
+    # d logprob / d z = onehot - p;  d entropy / d z = -p (log p + entropy), with z = logits * inv_temperature
+    log_p = logits.mul_(inv_temperature[:, None]).sub_(lse[:, None])
+    slope = -(grad_logprobs * inv_temperature)[:, None]
+    if entropy is not None and grad_entropy is not None:
+        more = (log_p + entropy[:, None]).mul_((grad_entropy * inv_temperature)[:, None])
+        grad = log_p.exp_().mul_(slope - more)
+    else:
+        grad = log_p.exp_().mul_(slope)
+    grad.scatter_add_(1, labels[:, None], (grad_logprobs * inv_temperature)[:, None])
+    return grad.to(dtype)
+
+
 def _chunks(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _log_softmax(hidden: Tensor, weight: Tensor, inv_temperature: Tensor) -> Tensor:
-    logits = head_logits(hidden, weight).mul_(inv_temperature[:, None])
-    return torch.log_softmax(logits, dim=-1)
 
 
 def _mm32(a: Tensor, b: Tensor) -> Tensor:
@@ -92,5 +138,7 @@ def _addmm32_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, total float32."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(_mm32(a, b))
