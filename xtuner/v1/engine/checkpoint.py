@@ -13,20 +13,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from xtuner.v1.model.hf import local_rows
+from xtuner.v1.utils import get_logger
 
 from .train_engine import TrainEngine
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-
-
-def local_rows(tensor: Tensor) -> tuple[Tensor, int, list[int]]:
-    """This rank's rows of a tensor sharded on dim 0, the first row's global index, and the global shape."""
-    if not isinstance(tensor, DTensor):
-        return tensor, 0, list(tensor.shape)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), (offset[0] if offset else 0), list(tensor.shape)
 
 
 def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[str, Tensor]]:
@@ -39,17 +32,19 @@ def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[st
                     yield f"{moment}/{name}", state[moment]
 
 
-def save_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = True) -> None:
-    """Write this rank's part into `folder`, which the caller makes and publishes. Call on all ranks."""
+def save_train_state(
+    engine: TrainEngine, folder: Path, with_optimizer: bool = True, counters: dict[str, int] | None = None
+) -> None:
+    """Write this rank's part, and `counters`, into `folder`, which the caller publishes. Call on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tensors: dict[str, Tensor] = {}
     where: dict[str, dict] = {}
     for key, tensor in _named_state(engine, with_optimizer):
-        local, start, shape = local_rows(tensor)
+        local, start = local_rows(tensor)
         if local.numel() == 0:
             continue
         tensors[key] = local.detach().to("cpu").contiguous()
-        where[key] = {"start": start, "shape": shape}
+        where[key] = {"start": start, "shape": list(tensor.shape)}
     if with_optimizer and engine.optimizer is not None:
         for name, param in engine.model.named_parameters():
             if "step" in (state := engine.optimizer.state.get(param, {})):
@@ -57,7 +52,10 @@ def save_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     tensors["rng/cpu"] = torch.get_rng_state()
     if engine.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(engine.device)
-    meta = {"layout": json.dumps(where), "optimizer_step": str(engine.optimizer_step), "world_size": str(world)}
+    meta = {
+        "layout": json.dumps(where), "optimizer_step": str(engine.optimizer_step), "world_size": str(world),
+        "with_optimizer": json.dumps(with_optimizer), "counters": json.dumps(counters or {}),
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / f"rank-{rank:05d}-of-{world:05d}.safetensors", metadata=meta)
     dist.barrier()
@@ -73,6 +71,8 @@ class _Shards:
         self.files = [safe_open(p, framework="pt") for p in paths]
         meta = self.files[0].metadata()
         self.optimizer_step, self.world_size = int(meta["optimizer_step"]), int(meta["world_size"])
+        self.with_optimizer: bool = json.loads(meta["with_optimizer"])
+        self.counters: dict[str, int] = json.loads(meta["counters"])
         if len(paths) != self.world_size:
             raise ValueError(f"{folder}: {len(paths)} of {self.world_size} rank files are there; it is incomplete.")
         self.index: dict[str, list[tuple[int, dict]]] = {}
@@ -83,7 +83,8 @@ class _Shards:
 
     def fill(self, key: str, target: Tensor) -> None:
         """Copy this rank's rows of `key` into `target`."""
-        local, start, shape = local_rows(target)
+        local, start = local_rows(target)
+        shape = list(target.shape)
         if key not in self.index:
             raise KeyError(f"checkpoint has no {key!r}: was it written by another model or without the optimizer?")
         filled = 0
@@ -103,25 +104,39 @@ class _Shards:
             raise ValueError(f"checkpoint's {key}: {filled} of {local.shape[0]} rows found; it is incomplete.")
 
 
-def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = True) -> None:
-    """Fill weights, moments, step counters and random state from `folder`. Call on all ranks."""
+def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = True) -> dict[str, int]:
+    """Fill weights, moments, step counters and random state from `folder`; returns the saved counters.
+
+    Call on all ranks, as many as there are.
+
+    Raises:
+        FileNotFoundError, ValueError, KeyError: it is no checkpoint, not complete, or of another model.
+    """
     shards = _Shards(folder)
+    params = dict(engine.model.named_parameters())
+    if unknown := sorted(k for k in shards.index if k.startswith("param/") and k[len("param/") :] not in params):
+        raise ValueError(f"{folder} is of another model: it has {', '.join(unknown[:5])}, which this one lacks.")
+    if with_optimizer and not shards.with_optimizer and dist.get_rank() == 0:
+        get_logger().warning(f"{folder} was saved without moments: the optimizer begins its statistics anew.")
     engine.optimizer_step = shards.optimizer_step
     with torch.no_grad():
-        for name, param in engine.model.named_parameters():
+        for name, param in params.items():
             shards.fill(f"param/{name}", param)
-            if not with_optimizer or engine.optimizer is None or f"step/{name}" not in shards.scalars:
-                continue
-            state = engine.optimizer.state[param]
-            made = shards.files[0].get_tensor(f"step/{name}")
-            on_device = engine.optimizer.defaults.get("fused")
-            state["step"] = made.to(local_rows(param)[0].device) if on_device else made
-            for moment in _MOMENTS:
-                if f"{moment}/{name}" in shards.index:
-                    state[moment] = torch.zeros_like(param)
-                    shards.fill(f"{moment}/{name}", state[moment])
-    own = min(dist.get_rank(), len(shards.files) - 1)
-    torch.set_rng_state(shards.files[own].get_tensor("rng/cpu"))
-    if engine.device.type == "cuda" and "rng/cuda" in shards.files[own].keys():
-        torch.cuda.set_rng_state(shards.files[own].get_tensor("rng/cuda"), engine.device)
+            if with_optimizer and engine.optimizer is not None and f"step/{name}" in shards.scalars:
+                _fill_moments(engine.optimizer, name, param, shards)
+    own = shards.files[min(dist.get_rank(), len(shards.files) - 1)]
+    torch.set_rng_state(own.get_tensor("rng/cpu"))
+    if engine.device.type == "cuda" and "rng/cuda" in own.keys():
+        torch.cuda.set_rng_state(own.get_tensor("rng/cuda"), engine.device)
     dist.barrier()
+    return shards.counters
+
+
+def _fill_moments(optimizer: torch.optim.Optimizer, name: str, param: Tensor, shards: _Shards) -> None:
+    state = optimizer.state[param]
+    made = shards.files[0].get_tensor(f"step/{name}")
+    state["step"] = made.to(local_rows(param)[0].device) if optimizer.defaults.get("fused") else made
+    for moment in _MOMENTS:
+        if f"{moment}/{name}" in shards.index:
+            state[moment] = torch.zeros_like(param)
+            shards.fill(f"{moment}/{name}", state[moment])

@@ -1,62 +1,84 @@
-"""Checkpoints of a run: complete or not there, newest first."""
+"""Numbered folders of a run (`ckpt-step-N`, `hf-step-N`): complete or not there, the newest kept."""
 
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xtuner.v1.utils import fsync_tree, get_logger, write_json
+from xtuner.v1.utils import get_logger, remove, replace, write_json
 
-_NAME = re.compile(r"ckpt-step-(\d+)")
+STATE_FILE = "train_state.json"
+_NAME = re.compile(r"(?:ckpt|hf)-step-(\d+)")
 
 
-def part_folder(final: Path) -> Path:
-    """An empty folder beside `final` to fill before `publish`."""
+@contextmanager
+def saving(final: Path) -> Iterator[Path]:
+    """An empty folder beside `final` to fill: renamed to it when the block ends well, removed otherwise.
+
+    Raises:
+        RuntimeError: it could not be filled; names the path, what was written and what is free.
+    """
     part = final.with_name(f".{final.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    return part
-
-
-def publish(part: Path, final: Path) -> None:
-    """Flush `part` and rename it to `final`; an older folder of that name goes away after the rename."""
-    fsync_tree(part)
-    old = None
-    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(final, old)
-    os.replace(part, final)
-    fd = os.open(final.parent, os.O_RDONLY)
+    remove(part)
     try:
-        os.fsync(fd)
+        part.mkdir(parents=True)
+        yield part
+        if final.exists():
+            _hide_and_remove(final)
+        replace(part, final)
+    except Exception as error:
+        written = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
+        free = shutil.disk_usage(next(p for p in final.parents if p.exists())).free
+        raise RuntimeError(
+            f"{final} could not be saved: {type(error).__name__}: {error} ({written / 2**20:,.1f} MiB were written, "
+            f"{free / 2**20:,.1f} MiB are free there). What was saved before is untouched."
+        ) from error
     finally:
-        os.close(fd)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(part)
 
 
 def step_of(path: Path) -> int | None:
-    """N of `ckpt-step-N`, None for any other name."""
+    """N of `ckpt-step-N` or `hf-step-N`, None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
+def saved_steps(folder: Path) -> list[Path]:
+    """Complete numbered folders in `folder`, oldest first. Half-written ones are named differently."""
+    found = [p for p in folder.glob("*-step-*") if step_of(p) is not None]
+    return sorted(found, key=lambda p: step_of(p) or 0)
+
+
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run; half-written ones are named differently and never seen."""
-    folder = run / "checkpoints"
-    found = [p for p in folder.glob("ckpt-step-*") if step_of(p) is not None and (p / "train_state.json").is_file()]
-    for leftover in folder.glob(".ckpt-step-*.part"):
-        get_logger().warning(f"removing {leftover}: a save did not finish there")
-        shutil.rmtree(leftover, ignore_errors=True)
-    return max(found, key=lambda p: step_of(p) or 0, default=None)
+    """The newest complete checkpoint of a run."""
+    found = [p for p in saved_steps(run / "checkpoints") if (p / STATE_FILE).is_file()]
+    return found[-1] if found else None
+
+
+def keep_newest(folder: Path, keep: int | None) -> list[Path]:
+    """Remove all but the newest `keep` numbered folders (None, -1: none is removed); returns those that stay."""
+    found = saved_steps(folder)
+    stale = found[:-keep] if keep is not None and keep > 0 else []
+    for path in stale:
+        _hide_and_remove(path)
+    return found[len(stale) :]
+
+
+def remove_leftovers(run: Path) -> None:
+    """Delete what saves and removals that were cut short left behind."""
+    for kind in ("checkpoints", "hf"):
+        for leftover in [*(run / kind).glob(".*-step-*.part"), *(run / kind).glob(".*-step-*.old")]:
+            get_logger().warning(f"removing {leftover}: it is not complete.")
+            remove(leftover)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """The driver's part of a checkpoint."""
-    write_json(folder / "train_state.json", state)
+    write_json(folder / STATE_FILE, state)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -65,7 +87,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: not a complete checkpoint.
     """
-    path = folder / "train_state.json"
+    path = folder / STATE_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"load_checkpoint_cfg.checkpoint_path={str(folder)!r}: no train_state.json there.")
+        raise FileNotFoundError(
+            f"load_checkpoint_cfg.checkpoint_path={str(folder)!r}: no {STATE_FILE} there; give a ckpt-step-N folder."
+        )
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _hide_and_remove(path: Path) -> None:
+    """No reader finds it half deleted."""
+    old = path.with_name(f".{path.name}.old")
+    remove(old)
+    os.replace(path, old)
+    remove(old)

@@ -1,11 +1,16 @@
 """What can be known before a device is touched: files, and fields that must fit each other."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, GRPOAdvantageConfig, PassKAdvantageConfig
+from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.model import get_model_config_from_hf
+from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
+from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
 from xtuner.v1.utils import get_logger
+
+from .checkpoints import STATE_FILE
+from .debug_replay import replay_problem
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -13,73 +18,122 @@ if TYPE_CHECKING:
 
 def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     """Problems that would stop the run, each with field, value and the way out. Doubts are logged as warnings."""
-    problems: list[str] = []
-    problems += _check_folders(cfg)
-    problems += _check_evaluation(cfg)
-    for name, manager in (("agent_loop_manager_cfg", cfg.agent_loop_manager_cfg),
-                          ("eval_agent_loop_manager_cfg", cfg.eval_agent_loop_manager_cfg)):  # fmt: skip
-        if manager is not None:
-            for task in manager.task_list():
-                training = manager is cfg.agent_loop_manager_cfg
-                problems += _check_task(cfg, f"{name}.{task.task_name}", task, training)
+    problems = _check_folders(cfg) + _check_workers(cfg)
+    if cfg.debug_train:  # neither data nor engine is used
+        problem = replay_problem(Path(cfg.debug_rollout_dir or ""), cfg.total_train_steps)
+        return problems + ([problem] if problem else [])
+    problems += _check_model(cfg, "rollout_config.model_path", cfg.rollout_config.model_path)
+    for task in cfg.agent_loop_manager_cfg.task_list():
+        where = f"agent_loop_manager_cfg.{task.task_name}"
+        problems += _check_task(cfg, where, task) + _check_training_task(cfg, where, task)
+    if not cfg.enable_evaluate:
+        return problems
+    missing = [n for n in ("eval_agent_loop_manager_cfg", "evaluator_config") if getattr(cfg, n) is None]
+    if missing:
+        problems.append(f"enable_evaluate=True needs {' and '.join(missing)}; give them or set enable_evaluate=False.")
+    if cfg.eval_agent_loop_manager_cfg is not None:
+        for task in cfg.eval_agent_loop_manager_cfg.task_list():
+            problems += _check_task(cfg, f"eval_agent_loop_manager_cfg.{task.task_name}", task)
     return problems
 
 
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
-    problems = []
-    for field, path in (("load_from", cfg.load_from), ("rollout_config.model_path", cfg.rollout_config.model_path)):
-        folder = Path(path)
-        if not (folder / "config.json").is_file():
-            problems.append(f"{field}={str(path)!r}: no config.json there; give a Hugging Face model folder.")
-        elif not any(folder.glob("*.safetensors")):
-            problems.append(f"{field}={str(path)!r}: no *.safetensors weights there.")
+    problems = _check_model(cfg, "load_from", cfg.load_from)
+    worker = cfg.train_worker_cfg
+    if worker.loss_cfg.use_kl_loss and worker.ref_load_from is not None:
+        problems += _check_model(cfg, "train_worker_cfg.ref_load_from", worker.ref_load_from)
     tokenizer = Path(cfg.tokenizer_path)
     if not (tokenizer / "tokenizer_config.json").is_file() and not (tokenizer / "tokenizer.json").is_file():
         problems.append(f"tokenizer_path={str(cfg.tokenizer_path)!r}: no tokenizer files there.")
-    model_json = Path(cfg.load_from) / "config.json"
-    if model_json.is_file():
-        raw = json.loads(model_json.read_text(encoding="utf-8"))
-        model_cfg = cfg.train_worker_cfg.model_cfg
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            if raw.get(key) != getattr(model_cfg, key):
-                problems.append(
-                    f"train_worker_cfg.model_cfg.{key}={getattr(model_cfg, key)}, but {model_json} says "
-                    f"{raw.get(key)}: both must describe the same model."
-                )
+    checkpoint = cfg.load_checkpoint_cfg.checkpoint_path
+    if checkpoint is not None and not (Path(checkpoint) / STATE_FILE).is_file():
+        problems.append(
+            f"load_checkpoint_cfg.checkpoint_path={str(checkpoint)!r}: no {STATE_FILE} there; give a "
+            "ckpt-step-N folder."
+        )
     return problems
 
 
-def _check_evaluation(cfg: "RLColocateTrainerConfig") -> list[str]:
-    if not cfg.enable_evaluate:
-        return []
-    missing = [n for n in ("eval_agent_loop_manager_cfg", "evaluator_config") if getattr(cfg, n) is None]
-    if not missing:
-        return []
-    return [f"enable_evaluate=True needs {' and '.join(missing)}; give them or set enable_evaluate=False."]
+def _check_model(cfg: "RLColocateTrainerConfig", field: str, path: str | Path) -> list[str]:
+    """A complete Hugging Face folder of the architecture that is trained."""
+    folder, where = Path(path), f"{field}={str(path)!r}"
+    if not (folder / "config.json").is_file():
+        return [f"{where}: no config.json there; give a Hugging Face model folder."]
+    if not any(folder.glob("*.safetensors")):
+        return [f"{where}: no *.safetensors weights there."]
+    try:
+        there = get_model_config_from_hf(folder).model_dump(mode="json")
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    ours = cfg.train_worker_cfg.model_cfg.model_dump(mode="json")
+    return [
+        f"train_worker_cfg.model_cfg.{name}={mine!r}, but {folder / 'config.json'} says {theirs!r}: {field} must be "
+        "of the same model, for example model_cfg=get_model_config_from_hf(load_from)."
+        for name, mine, theirs in _differences(ours, there)
+    ]
 
 
-def _check_task(cfg: "RLColocateTrainerConfig", where: str, task, training: bool) -> list[str]:
+def _differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """(name, our value, their value) where two model configurations compute differently."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in ours.keys() & theirs.keys() - {"bos_token_id", "eos_token_id", "pad_token_id"}:
+        mine, other = ours[name], theirs[name]
+        if isinstance(mine, dict) and isinstance(other, dict):
+            found += _differences(mine, other, f"{prefix}{name}.")
+        elif mine != other:
+            found.append((prefix + name, mine, other))
+    return sorted(found)
+
+
+def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
     problems = []
-    params = task.agent_loop_config.sample_params
-    repeat = task.sampler_config.prompt_repeat_k
-    context, pack = cfg.rollout_config.context_length, cfg.train_worker_cfg.pack_max_length
-    longest = 0
+    workers, shard = cfg.resources.num_workers, cfg.train_worker_cfg.fsdp_cfg.hsdp_sharding_size
+    if cfg.launcher == "local" and workers != 1:
+        problems.append(
+            f"launcher='local' runs one worker, but resources.num_workers={workers}; use launcher='ray' or one worker."
+        )
+    if shard is not None and workers % shard:
+        problems.append(
+            f"train_worker_cfg.fsdp_cfg.hsdp_sharding_size={shard} does not divide resources.num_workers={workers}."
+        )
+    repeat = min(task.sampler_config.prompt_repeat_k for task in cfg.agent_loop_manager_cfg.task_list())
+    if cfg.train_batch_size * repeat < cfg.train_worker_cfg.optimizer_steps:
+        problems.append(
+            f"train_worker_cfg.optimizer_steps={cfg.train_worker_cfg.optimizer_steps} exceeds the "
+            f"{cfg.train_batch_size * repeat} samples of a step (train_batch_size={cfg.train_batch_size} x "
+            f"prompt_repeat_k={repeat}); lower it."
+        )
+    return problems
+
+
+def _check_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:
+    problems = []
+    params, context = task.agent_loop_config.sample_params, cfg.rollout_config.context_length
     for item in task.sampler_config.dataloader_cfg.dataset_config_list or []:
         path = Path(item["dataset"].anno_path)
         if not path.exists():
             problems.append(f"{where}: dataset anno_path={str(path)!r} does not exist.")
-        longest = max(longest, item["tokenize_fn"].max_length or 0)
-    need = longest + params.max_tokens
-    if longest and context is not None and need > context:
+    longest = _longest_prompt(task)
+    if longest and context is not None and longest + params.max_tokens > context:
         problems.append(
-            f"{where}: prompt max_length={longest} + sample_params.max_tokens={params.max_tokens} = {need} exceeds "
-            f"rollout_config.context_length={context}; raise it or lower one of them."
+            f"{where}: prompt max_length={longest} + sample_params.max_tokens={params.max_tokens} = "
+            f"{longest + params.max_tokens} exceeds rollout_config.context_length={context}; raise it or lower one "
+            "of them."
         )
-    if not training:
-        return problems
-    if longest and need - 1 > pack:
+    # A loop of the user's own may set the reward itself.
+    if task.judger_config is None and type(task.agent_loop_config) is SingleTurnAgentLoopConfig:
+        problems.append(f"{where}: judger_config is None: nothing would give a reward.")
+    return problems
+
+
+def _check_training_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:
+    problems = []
+    params, pack = task.agent_loop_config.sample_params, cfg.train_worker_cfg.pack_max_length
+    longest, repeat = _longest_prompt(task), task.sampler_config.prompt_repeat_k
+    tokens = longest + params.max_tokens - 1
+    if longest and tokens > pack:
         problems.append(
-            f"{where}: a sample can have {need - 1} tokens, more than train_worker_cfg.pack_max_length={pack}; "
+            f"{where}: a sample can have {tokens} tokens, more than train_worker_cfg.pack_max_length={pack}; "
             "raise pack_max_length, or lower max_length or max_tokens."
         )
     if params.temperature == 0 or params.top_k == 1:
@@ -90,23 +144,29 @@ def _check_task(cfg: "RLColocateTrainerConfig", where: str, task, training: bool
     if not params.return_logprob or not params.return_token_ids:
         problems.append(f"{where}: sample_params.return_logprob and return_token_ids must be True for training.")
     estimator = cfg.advantage_estimator_config
-    if repeat < 2 and isinstance(estimator, (GRPOAdvantageConfig, DrGRPOAdvantageConfig)):
+    if repeat < estimator.min_group_size:
         problems.append(
-            f"{where}: sampler_config.prompt_repeat_k={repeat}: a group needs at least 2 responses, "
-            "since the advantage compares a response with its siblings."
+            f"{where}: sampler_config.prompt_repeat_k={repeat}, but a group needs at least "
+            f"{estimator.min_group_size} responses: {type(estimator).__name__} compares a response with its siblings."
         )
-    if isinstance(estimator, PassKAdvantageConfig) and estimator.k > repeat:
-        problems.append(f"{where}: advantage k={estimator.k} exceeds sampler_config.prompt_repeat_k={repeat}.")
-    if task.judger_config is None:
-        problems.append(f"{where}: judger_config is None: nothing would give a reward.")
-    if cfg.train_batch_size * repeat < cfg.train_worker_cfg.optimizer_steps:
-        problems.append(
-            f"train_worker_cfg.optimizer_steps={cfg.train_worker_cfg.optimizer_steps} exceeds the "
-            f"{cfg.train_batch_size * repeat} samples of a step."
-        )
-    if params.top_p < 1 or params.top_k not in (0, -1):
+    if changes := _changes_of_distribution(params):
         get_logger().warning(
-            f"{where}: top_p={params.top_p}, top_k={params.top_k} truncate the sampled distribution; the trainer's "
-            "log-probs are of the full one. The gap shows in mismatch/*."
+            f"{where}: sample_params {changes} change the sampled distribution; the trainer's log-probs are of the "
+            "model's own. The gap shows in mismatch/*."
         )
     return problems
+
+
+def _longest_prompt(task: TaskSpecConfig) -> int:
+    """Limit of the task's prompts in tokens; 0 if one has none."""
+    limits = [item["tokenize_fn"].max_length for item in task.sampler_config.dataloader_cfg.dataset_config_list or []]
+    return max((limit for limit in limits if limit), default=0) if all(limits) else 0
+
+
+def _changes_of_distribution(params: SampleParams) -> str:
+    plain = SampleParams(max_tokens=params.max_tokens)
+    names = ("top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+    changed = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(plain, name)}
+    if params.top_k not in (0, -1):
+        changed["top_k"] = params.top_k
+    return ", ".join(f"{name}={value}" for name, value in changed.items())

@@ -5,19 +5,20 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xtuner.v1.rl.agent_loop_manager import ProduceBatchResult
-from xtuner.v1.rl.evaluator import EvalResult
-from xtuner.v1.rl.trainer import SampleReport, TrainingWorker, build_samples, pack_samples
-from xtuner.v1.rl.trainer.worker import FitResult
-from xtuner.v1.rl.utils import build_launcher
+from xtuner.v1.model.hf import checkpoint_dtype
+from xtuner.v1.rl.replay_buffer import Group
+from xtuner.v1.rl.rollout.controller import RolloutController
+from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
+from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.utils import get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, resolve_device, seed_everything
 
-from .checkpoints import newest_checkpoint, part_folder, publish, read_state, write_state
+from .checkpoints import read_state, saving, write_state
+from .debug_replay import replay_steps, rollout_only, train_only
 from .experiment import Experiment
 from .progress import Progress, StepTimer
-from .run_log import MetricWriter, write_trajectories
-from .step_metrics import step_metrics
+from .run_log import MetricWriter, clean, write_trajectories
+from .step_metrics import Throughput, training_metrics
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -32,10 +33,15 @@ class RLColocateTrainer:
         self.cfg = cfg
         self.loop = asyncio.Runner()
         self.closed = False
+        self.debug = cfg.debug_rollout or cfg.debug_train
         keep_freed_memory()
         seed_everything(cfg.seed)
         self.launcher = build_launcher(cfg.launcher, cfg.resources)
+        self.rollout: RolloutController | None = None
+        self.workers: list[Handle] = []
+        self.experiment: Experiment | None = None
         self.writer: MetricWriter | None = None
+        self.progress: Progress | None = None
         try:
             self._build()
         except BaseException:
@@ -46,65 +52,93 @@ class RLColocateTrainer:
 
     def fit(self) -> dict[str, float]:
         """Run to the last step and return its metrics. Whatever ends it, all that was started is stopped."""
+        if self.closed:
+            raise RuntimeError("this run has ended; build() another one.")
         try:
-            return self.loop.run(self._fit())
+            if self.finished:
+                logger.info(f"{self.run_dir} is finished: all {self.total_steps} train steps are done.")
+                return {}
+            self.progress = Progress(self.total_steps, self.cur_step)
+            if self.debug:
+                metrics = self.loop.run(rollout_only(self) if self.cfg.debug_rollout else train_only(self))
+            else:
+                metrics = self.loop.run(self._fit())
+            logger.info(f"finished {self.total_steps} steps. Run folder: {self.run_dir}")
+            return metrics
         finally:
             self.close()
 
     async def _fit(self) -> dict[str, float]:
-        cfg, metrics = self.cfg, {}
-        if self.cur_step >= self.total_steps:
-            logger.info(f"step {self.cur_step} of {self.total_steps} is done already: nothing to do.")
-            return metrics
+        cfg, timer = self.cfg, self.timer
         await self._to_training(keep_weights=False)
         await self._to_rollout(self.cur_step)
-        if cfg.enable_evaluate and cfg.enable_initial_evaluate and self.cur_step == 0:
-            self._log_evaluation(await self._evaluate(0))
-        self.progress = Progress(self.total_steps, self.cur_step)
+        metrics = await self._catch_up()
         for step in range(self.cur_step + 1, self.total_steps + 1):
-            self.timer.restart()
-            last, syncing = step == self.total_steps, step % cfg.sync_weights_interval == 0
-            evaluating = cfg.enable_evaluate and syncing and step % cfg.evaluate_step == 0
-            with self.timer("produce_batch"):
+            timer.restart()
+            last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
+            with timer("produce_batch"):
                 batch = await self.manager.produce_batch(cfg.train_batch_size, step, self.model_step)
-            with self.timer("onload"):
+            with timer("onload"):
                 await self._to_training(keep_weights=not syncing)
-            with self.timer("prepare_data"):
-                report = build_samples(batch.groups, self.estimator, cfg.train_worker_cfg.pack_max_length)
-            with self.timer("training"):
-                results = await self._train(report, step)
-            self._write_train_rollouts(step, batch, results)
-            with self.timer("save_ckpt"):
-                await self._save(step, last)
+            with timer("prepare_data"):
+                report = self.build_samples(batch.groups)
+            with timer("training"):
+                results = await self.train(report, step)
+            metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results)
+            self.log_training(step, batch.groups, results)
+            with timer("save_ckpt"):
+                await self._save(step, last, metrics)
             if evaluating or not last:
-                with self.timer("sync_weight" if syncing else "switch_to_rollout"):
+                with timer("sync_weight" if syncing else "switch_to_rollout"):
                     await self._to_rollout(step if syncing else None)
-            evaluation = None
             if evaluating:
-                with self.timer("evaluation"):
-                    evaluation = await self._evaluate(step)
-            self.cur_step = step
-            metrics = await step_metrics(self, step, batch, report, results, evaluation)
-            self._log(step, metrics, results)
-        logger.info(f"finished {self.total_steps} steps. Run folder: {self.run_dir}")
+                with timer("evaluation"):
+                    metrics |= await self._evaluate(step)
+            metrics |= self.throughput.metrics(report)
+            self.finish_step(step, metrics)
         return metrics
+
+    async def _catch_up(self) -> dict[str, float]:
+        """Before the first step: the initial evaluation, or what the broken run did not reach of its last step."""
+        step, metrics = self.cur_step, self.unlogged
+        if metrics is None:
+            return {}
+        if self._evaluates(step):
+            metrics |= await self._evaluate(step)
+        if metrics:
+            self.finish_step(step, metrics)
+        return metrics
+
+    def _syncs(self, step: int) -> bool:
+        return step % self.cfg.sync_weights_interval == 0
+
+    def _evaluates(self, step: int) -> bool:
+        cfg = self.cfg
+        return cfg.enable_evaluate and (step % cfg.evaluate_step == 0 if step else cfg.enable_initial_evaluate)
 
     # ---------------------------------------------------------------- phases of a step
 
     async def _to_training(self, keep_weights: bool) -> None:
         """The device changes hands: engine asleep, trainer awake."""
+        assert self.rollout is not None
         await self.rollout.sleep(("kv_cache",) if keep_weights else ("weights", "kv_cache"))
-        await self._all("onload")
+        await self.on_workers("onload")
 
-    async def _train(self, report: SampleReport, step: int) -> list[FitResult]:
+    def build_samples(self, groups: list[Group]) -> SampleReport:
+        """Advantages and training samples of a batch."""
+        return build_samples(groups, self.estimator, self.cfg.train_worker_cfg.pack_max_length)
+
+    async def train(self, report: SampleReport, step: int) -> list[FitResult]:
         """One train step on every rank."""
-        cfg, worker = self.cfg, self.cfg.train_worker_cfg
-        if not report.samples:
+        cfg, worker, count = self.cfg, self.cfg.train_worker_cfg, len(report.samples)
+        if not count:
             raise RuntimeError(f"train step {step}: no sample is left to train on; dropped: {report.dropped}.")
+        if count < worker.optimizer_steps:
+            logger.warning(f"train step {step}: {count} samples, so {count} of {worker.optimizer_steps} updates.")
         packs = pack_samples(
             report.samples,
             ranks=self.world_size,
-            optimizer_steps=min(worker.optimizer_steps, len(report.samples)),
+            optimizer_steps=min(worker.optimizer_steps, count),
             pack_max_length=worker.pack_max_length,
             hidden_size=worker.model_cfg.hidden_size,
             share_prompts=worker.shares_prompts(self.device),
@@ -116,76 +150,78 @@ class RLColocateTrainer:
 
     async def _to_rollout(self, version: int | None) -> None:
         """The device goes back: engine awake, with new weights if `version` is given."""
+        assert self.rollout is not None
         if version is not None:
-            await self._push_weights(version)
-        await self._all("offload")
+            await self.rollout.wake(("weights",))
+            targets = zip(self.workers, self.rollout.worker_names, strict=True)
+            await asyncio.gather(*(h.call("push_weights", name, version) for h, name in targets))
+            self.model_step = version
+        await self.on_workers("offload")
         await self.rollout.wake(("kv_cache",))
 
-    async def _push_weights(self, version: int) -> None:
-        await self.rollout.wake(("weights",))
-        names = self.rollout.worker_names
-        await asyncio.gather(*(h.call("push_weights", n, version) for h, n in zip(self.workers, names, strict=True)))
-        self.model_step = version
-
-    async def _evaluate(self, step: int) -> EvalResult:
+    async def _evaluate(self, step: int) -> dict[str, float]:
         result = await self.evaluator.evaluate(step, self.model_step)
         groups = [[state] for state in result.states]
         write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups)
-        return result
+        return {f"eval/{k}": v for k, v in result.metrics.items()}
 
-    async def _save(self, step: int, last: bool) -> None:
-        """Checkpoint and export, each complete or not there."""
+    async def _save(self, step: int, last: bool, metrics: dict[str, float]) -> None:
+        """Export and checkpoint, each complete or not there.
+
+        The export comes first and the checkpoint carries the metrics: who resumes from it lacks nothing.
+        """
         cfg = self.cfg
-        every = cfg.checkpoint_interval
-        if every and every > 0 and (step % every == 0):
-            final = self.run_dir / "checkpoints" / f"ckpt-step-{step}"
-            part = part_folder(final)
-            await self._all("save_checkpoint", str(part / "weights"), not cfg.checkpoint_no_save_optimizer)
-            keep_buffer = not cfg.checkpoint_no_save_replay_buffer
-            state = {
-                "cur_step": step, "optimizer_updates": self.updates + cfg.train_worker_cfg.optimizer_steps,
-                "manager": self.manager.state_dict(),
-                "replay_buffer": self.replay_buffer.state_dict() if keep_buffer else None,
-            }  # fmt: skip
-            write_state(part, state)
-            publish(part, final)
-            self.experiment.add("checkpoint_list", final, cfg.checkpoint_maxkeep)
-        every = cfg.hf_interval
-        if (every and every > 0 and step % every == 0) or (last and (cfg.save_final_hf or (every or -1) > 0)):
+        assert self.experiment is not None
+        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or _is_on(cfg.hf_interval))):
             final = self.run_dir / "hf" / f"hf-step-{step}"
-            part = part_folder(final)
-            await self._all("save_hf", str(part), str(self.export_dtype))
-            publish(part, final)
-            self.experiment.add("hf_checkpoint_list", final, cfg.hf_max_keep)
-        self.experiment.entry["cur_step"] = step
-        self.experiment.save()
+            with saving(final) as part:
+                await self.on_workers("save_hf", str(part), str(self.export_dtype))
+                if not Path(cfg.tokenizer_path).samefile(cfg.load_from):
+                    self.tokenizer.save_pretrained(part)
+            self.experiment.saved(final, cfg.hf_max_keep)
+        if _is_due(cfg.checkpoint_interval, step):
+            final = self.run_dir / "checkpoints" / f"ckpt-step-{step}"
+            buffer = None if cfg.checkpoint_no_save_replay_buffer else self.replay_buffer.state_dict()
+            with saving(final) as part:
+                await self.on_workers("save_checkpoint", str(part / "weights"), not cfg.checkpoint_no_save_optimizer)
+                state = {
+                    "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
+                    "manager": self.manager.state_dict(), "replay_buffer": buffer,
+                }  # fmt: skip
+                write_state(part, state)
+            self.experiment.saved(final, cfg.checkpoint_maxkeep)
 
-    def _write_train_rollouts(self, step: int, batch: ProduceBatchResult, results: list[FitResult]) -> None:
+    # ---------------------------------------------------------------- logging
+
+    async def engine_metrics(self) -> dict[str, float]:
+        """Totals of the engines since the start of this process."""
+        assert self.rollout is not None
+        return {f"rollout/{k}": float(v) for k, v in (await self.rollout.metrics()).items()}
+
+    def log_training(self, step: int, groups: list[Group], results: list[FitResult]) -> None:
+        """Trajectories with the trainer's log-probs, one row an update, warnings."""
+        assert self.writer is not None
         by_id = {rid: values for r in results for rid, values in r.train_logprobs.items()}
-        for state in (s for group in batch.groups for s in group):
+        for state in (s for group in groups for s in group):
             values = by_id.get(state.rollout_id if state.rollout_id is not None else -1)
             if values is not None:
                 left = iter(values)
                 mask = state.response_mask or [1] * len(state.response_ids or [])
                 state.train_logprobs = [next(left) if m else math.nan for m in mask]
-        write_trajectories(self.run_dir / "train_rollout" / f"train_rollout_{step}.jsonl", batch.groups)
-
-    # ---------------------------------------------------------------- logging
-
-    def _log(self, step: int, metrics: dict[str, float], results: list[FitResult]) -> None:
-        assert self.writer is not None
+        write_trajectories(self.run_dir / "train_rollout" / f"train_rollout_{step}.jsonl", groups)
         for update in results[0].optimizer_steps:
             self.updates += 1
             self.writer.update(self.updates, step, update)
         for message in results[0].warnings:
             logger.warning(message)
+
+    def finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """The row of the step. It is written last: when it is there, everything else is."""
+        assert self.writer is not None and self.progress is not None and self.experiment is not None
+        metrics |= {"step": float(step), "rollout/model_step": float(self.model_step)}
         self.writer.step(step, metrics)
         self.progress.step(step, metrics)
-
-    def _log_evaluation(self, result: EvalResult) -> None:
-        assert self.writer is not None
-        self.writer.step(0, {f"eval/{k}": v for k, v in result.metrics.items()})
-        logger.info("initial evaluation: " + ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items()))
+        self.cur_step = self.experiment.entry["cur_step"] = step
 
     # ---------------------------------------------------------------- build and close
 
@@ -196,41 +232,58 @@ class RLColocateTrainer:
         self.device = resolve_device(cfg.resources.accelerator)
         self.world_size = self.launcher.world_size
         self.tokenizer = AutoTokenizer.from_pretrained(str(cfg.tokenizer_path))
-        self.rollout = cfg.rollout_config.build(self.launcher, self.tokenizer, cfg.seed, self.device.type)
-        self.replay_buffer = cfg.replay_buffer_config.build()
         self.estimator = cfg.advantage_estimator_config.build()
+        if not cfg.debug_train:
+            self._build_rollout()
+        self.total_steps = self._resolve_steps()
+        resume = cfg.auto_resume and not self.debug
+        log_dir = Path(cfg.log_dir) if cfg.log_dir else None
+        self.experiment = Experiment(Path(cfg.work_dir or "work_dirs"), self.total_steps, resume, log_dir)
+        self.run_dir = self.experiment.path
+        log_to_file(self.experiment.logs / "rank_0.log")
+        self.cur_step = self.model_step = self.updates = 0
+        self.unlogged: dict[str, float] | None = {}
+        named = cfg.load_checkpoint_cfg.checkpoint_path
+        checkpoint = self.experiment.checkpoint or (Path(named) if named else None)
+        if checkpoint is not None:
+            self._restore_driver(read_state(checkpoint))
+        self.finished = max(self.cur_step, self.experiment.last_step) >= self.total_steps and self.unlogged is None
+        if self.finished:
+            return
+        self.experiment.describe(cfg.model_dump(mode="json"))
+        self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
+        self.timer = StepTimer()
+        self.throughput = Throughput(self.timer, self.world_size)
+        self.loop.run(self._start(checkpoint))
+
+    def _build_rollout(self) -> None:
+        cfg = self.cfg
+        engine = cfg.rollout_config
+        if cfg.debug_rollout:  # no trainer will push the initial weights
+            engine = engine.model_copy(update={"model_path": cfg.load_from, "skip_load_weights": False})
+        self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, self.device.type)
+        self.replay_buffer = cfg.replay_buffer_config.build()
         self.manager = cfg.agent_loop_manager_cfg.build(
             self.rollout, self.tokenizer, self.replay_buffer, self.launcher, cfg.seed
         )
-        if cfg.enable_evaluate:
+        if cfg.enable_evaluate and not cfg.debug_rollout:
             assert cfg.eval_agent_loop_manager_cfg is not None and cfg.evaluator_config is not None
             evaluation = cfg.eval_agent_loop_manager_cfg.build(
                 self.rollout, self.tokenizer, cfg.replay_buffer_config.build(), self.launcher, cfg.seed
             )
             self.evaluator = cfg.evaluator_config.build(evaluation)
-        self.total_steps = self._resolve_steps(len(self.manager))
-        self.cur_step = self.model_step = self.updates = 0
-        self.consumed = [0.0, 0.0]
-        self.experiment = Experiment(Path(cfg.work_dir or Path.cwd() / "work_dirs"), cfg.auto_resume)
-        self.run_dir = self.experiment.path
-        logs = Path(cfg.log_dir) if cfg.log_dir else self.run_dir / "logs"
-        log_to_file(logs / "rank_0.log")
-        self.experiment.describe(cfg.model_dump(mode="json"))
-        checkpoint = self._checkpoint_to_load()
-        state = read_state(checkpoint) if checkpoint else None
-        if state:
-            self._restore_driver(state)
-        self.writer = MetricWriter(logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
-        self.timer = StepTimer()
-        self.loop.run(self._start_workers(checkpoint, logs))
 
-    def _resolve_steps(self, prompts: int) -> int:
+    def _resolve_steps(self) -> int:
         cfg = self.cfg
         if cfg.total_train_steps is not None:
             if cfg.total_epochs is not None:
                 logger.info(f"total_train_steps={cfg.total_train_steps} wins over total_epochs={cfg.total_epochs}.")
             return cfg.total_train_steps
+        if cfg.debug_train:
+            assert cfg.debug_rollout_dir is not None
+            return max(replay_steps(Path(cfg.debug_rollout_dir)))
         assert cfg.total_epochs is not None
+        prompts = len(self.manager)
         steps = prompts // cfg.train_batch_size * cfg.total_epochs
         if steps == 0:
             raise ValueError(
@@ -239,53 +292,52 @@ class RLColocateTrainer:
             )
         return steps
 
-    def _checkpoint_to_load(self) -> Path | None:
-        named = self.cfg.load_checkpoint_cfg.checkpoint_path
-        if named is not None:
-            return Path(named)
-        if not self.cfg.auto_resume:
-            return None
-        found = newest_checkpoint(self.run_dir)
-        logger.info(f"auto_resume: {found or 'no complete checkpoint, starting afresh'}")
-        return found
-
     def _restore_driver(self, state: dict[str, Any]) -> None:
+        assert self.experiment is not None
         self.cur_step = self.model_step = state["cur_step"]
         self.updates = state["optimizer_updates"]
+        behind = self.experiment.resumed and self.experiment.last_step < self.cur_step
+        self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
         if self.cfg.load_checkpoint_cfg.load_dataset:
             self.manager.load_state_dict(state["manager"])
             if state["replay_buffer"] is not None:
                 self.replay_buffer.load_state_dict(state["replay_buffer"])
 
-    async def _start_workers(self, checkpoint: Path | None, logs: Path) -> None:
+    async def _start(self, checkpoint: Path | None) -> None:
         """Training workers first, with the weights; then engines, which take what memory is left."""
-        cfg = self.cfg
-        worker_cfg = cfg.train_worker_cfg.model_copy(
+        if not self.cfg.debug_rollout:
+            await self._start_workers(checkpoint)
+        if self.rollout is not None:
+            await self.rollout.start()
+
+    async def _start_workers(self, checkpoint: Path | None) -> None:
+        cfg, worker = self.cfg, self.cfg.train_worker_cfg
+        assert self.experiment is not None
+        worker = worker.model_copy(
             update={
-                "load_from": cfg.load_from, "log_dir": logs,
-                "seed": cfg.seed if cfg.train_worker_cfg.seed is None else cfg.train_worker_cfg.seed,
-                "loss_cfg": cfg.train_worker_cfg.loss_cfg.normalized_by(cfg.advantage_estimator_config.loss_max_length),
+                "load_from": cfg.load_from, "log_dir": self.experiment.logs,
+                "seed": cfg.seed if worker.seed is None else worker.seed,
+                "loss_cfg": worker.loss_cfg.normalized_by(cfg.advantage_estimator_config.loss_max_length),
             }
         )  # fmt: skip
-        self.export_dtype = _checkpoint_dtype(Path(cfg.load_from))
+        self.export_dtype = checkpoint_dtype(cfg.load_from)
         self.workers = [
             self.launcher.spawn_on(
-                rank, f"train_{rank}", TrainingWorker, worker_cfg, rank=rank, world_size=self.world_size,
-                accelerator=cfg.resources.accelerator, seed=worker_cfg.seed, deterministic=cfg.deterministic,
-                total_optimizer_steps=self.total_steps * worker_cfg.optimizer_steps,
+                rank, f"train_{rank}", TrainingWorker, worker, rank=rank, world_size=self.world_size,
+                accelerator=cfg.resources.accelerator, seed=worker.seed, deterministic=cfg.deterministic,
+                total_optimizer_steps=self.total_steps * worker.optimizer_steps,
             )
             for rank in range(self.world_size)
         ]  # fmt: skip
-        await self._all("setup", *self.launcher.rendezvous())
+        await self.on_workers("setup", *self.launcher.rendezvous())
         load = cfg.load_checkpoint_cfg
         if checkpoint is not None:
-            await self._all(
-                "load_checkpoint", str(checkpoint / "weights"), load.load_optimizer_states, load.load_scheduler
-            )
-        await self._all("offload")
-        await self.rollout.start()
+            weights = str(checkpoint / "weights")
+            await self.on_workers("load_checkpoint", weights, load.load_optimizer_states, load.load_scheduler)
+        await self.on_workers("offload")
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
+    async def on_workers(self, method: str, *args: Any) -> list[Any]:
+        """Results of `method` on every training worker, by rank."""
         return list(await asyncio.gather(*(h.call(method, *args) for h in self.workers)))
 
     def close(self) -> None:
@@ -293,23 +345,22 @@ class RLColocateTrainer:
         if self.closed:
             return
         self.closed = True
-        if progress := getattr(self, "progress", None):
-            progress.close()
-        if self.writer is not None:
-            self.writer.close()
         try:
-            if hasattr(self, "rollout"):
+            for part in (self.progress, self.writer, self.experiment):
+                if part is not None:
+                    part.close()
+            if self.rollout is not None:
                 self.loop.run(self.rollout.shutdown())
-            if self.launcher.kind == "local" and hasattr(self, "workers"):
-                self.loop.run(self._all("stop"))
+            if self.launcher.kind == "local":
+                self.loop.run(self.on_workers("stop"))
         finally:
             self.launcher.shutdown()
             self.loop.close()
 
 
-def _checkpoint_dtype(folder: Path) -> str:
-    """Type of the exported weights: that of the initial ones."""
-    import json
+def _is_on(interval: int | None) -> bool:
+    return interval is not None and interval > 0
 
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+
+def _is_due(interval: int | None, step: int) -> bool:
+    return interval is not None and interval > 0 and step % interval == 0

@@ -3,45 +3,81 @@
 import json
 import os
 import platform
-import shutil
+import re
 import subprocess
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xtuner.v1.utils import get_logger, write_json
+from xtuner.v1.utils import get_logger, lock, write_json
+
+from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers
+from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
 _ENV_PREFIXES = ("XTUNER_", "CUDA_", "NCCL_", "OMP_", "MKL_", "RAY_", "PYTORCH_", "TORCH_", "SLURM_")
 _ENV_NAMES = {"WORLD_SIZE", "RANK", "NODE_COUNT", "NODE_RANK", "WORK_DIR", "MODEL_PATH", "DATA_PATH", "EVAL_DATA_PATH"}
 _SECRET_MARKS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+_SECRET_FIELD = re.compile(r"(^|_)(api_?key|secret|password|token|credential|authorization)s?$", re.IGNORECASE)
+_RUN_NAME = re.compile(r"\d{14}(?:-\d+)?")
 
 
 class Experiment:
-    """`<work_dir>/<YYYYmmddHHMMSS>/` and the list of all runs in `<work_dir>/.xtuner_rl_colocate_trainer`."""
+    """`<work_dir>/<YYYYmmddHHMMSS>/`, owned by this process as long as it lives.
 
-    def __init__(self, work_dir: Path, resume: bool):
-        self.work_dir = work_dir
+    `<work_dir>/.xtuner_rl_colocate_trainer` lists all runs for people and tools. Runs are found again by their
+    folders, so a work dir may be moved or copied.
+    """
+
+    def __init__(self, work_dir: Path, total_steps: int, resume: bool = False, log_dir: Path | None = None):
+        """With `resume` the newest run of `work_dir`, if it is finished or has a complete checkpoint.
+
+        Raises:
+            RuntimeError: another process works on that run.
+        """
+        self.work_dir = work_dir.absolute()
         work_dir.mkdir(parents=True, exist_ok=True)
-        self.meta_path = work_dir / META_FILE
-        self.meta: dict[str, Any] = {"exps": []}
-        if self.meta_path.is_file():
-            self.meta = json.loads(self.meta_path.read_text(encoding="utf-8"))
-        known = [e for e in self.meta["exps"] if Path(e["exp_dir"]).is_dir()]
-        if resume and known:
-            self.entry = known[-1]
-            self.path = Path(self.entry["exp_dir"])
-            self.resumed = True
-        else:
-            self.path = self._new_folder()
-            self.entry = {
-                "exp_dir": str(self.path), "cur_step": 0,
-                "history": [], "checkpoint_list": [], "hf_checkpoint_list": [],
-            }  # fmt: skip
-            self.meta["exps"].append(self.entry)
-            self.resumed = False
+        self._log_dir = log_dir
+        found = self._newest(total_steps) if resume else None
+        self.resumed = found is not None
+        self.path = found or self._new_folder()
+        self._own()
+        remove_leftovers(self.path)
+        self.checkpoint = newest_checkpoint(self.path)
+        """The newest complete one."""
+        self.last_step = last_step(self.logs)
+        """The last train step of which everything was done, evaluation included."""
+        self.entry: dict[str, Any] = {
+            "exp_dir": str(self.path), "cur_step": self.last_step,
+            "history": [], "checkpoint_list": [], "hf_checkpoint_list": [],
+        }  # fmt: skip
+        self.entry |= next((e for e in self._listed() if Path(e["exp_dir"]).name == self.path.name), {})
+        self.entry["exp_dir"] = str(self.path)
         self.entry["history"].append({"started": datetime.now().isoformat(timespec="seconds"), "pid": os.getpid()})
         self.save()
+
+    @property
+    def logs(self) -> Path:
+        """Folder of logs and metrics."""
+        return self._logs_of(self.path)
+
+    def _logs_of(self, run: Path) -> Path:
+        return self._log_dir.absolute() / run.name if self._log_dir else run / "logs"
+
+    def _newest(self, total_steps: int) -> Path | None:
+        runs = [p for p in self.work_dir.iterdir() if p.is_dir() and _RUN_NAME.fullmatch(p.name)]
+        if not runs:
+            get_logger().info(f"auto_resume: no run in {self.work_dir} yet, starting one.")
+            return None
+        newest = max(runs, key=_run_order)
+        if last_step(self._logs_of(newest)) >= total_steps:
+            return newest
+        checkpoint = newest_checkpoint(newest)
+        if checkpoint is None:
+            get_logger().info(f"auto_resume: {newest} has no complete checkpoint, starting a new run.")
+            return None
+        get_logger().info(f"auto_resume: continuing {newest} from {checkpoint.name}.")
+        return newest
 
     def _new_folder(self) -> Path:
         stamp = datetime.now().strftime("%Y%m%d%H%M%S")
@@ -49,30 +85,50 @@ class Experiment:
             path = self.work_dir / f"{stamp}{suffix}"
             try:
                 path.mkdir()
-                return path.absolute()
+                return path
             except FileExistsError:
                 continue
         raise RuntimeError(f"{self.work_dir}: cannot find a free name for the run.")
 
-    def save(self) -> None:
-        """Write the list of runs."""
-        write_json(self.meta_path, self.meta)
+    def _own(self) -> None:
+        try:
+            self._lock = lock(self.path / ".lock")
+        except BlockingIOError:
+            raise RuntimeError(
+                f"{self.path} is the run of another process that still lives. Wait for its end or stop it, "
+                "or start with another work_dir or without auto_resume."
+            ) from None
 
-    def add(self, key: str, path: Path, keep: int | None) -> None:
-        """Note a finished checkpoint or export under `key` and remove all but the newest `keep` (None, -1: all)."""
-        listed = [p for p in self.entry[key] if p != str(path)] + [str(path)]
-        old = listed[:-keep] if keep and keep > 0 else []
-        self.entry[key] = [p for p in listed if p not in old]
+    def _listed(self) -> list[dict[str, Any]]:
+        path = self.work_dir / META_FILE
+        if not path.is_file():
+            return []
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))["exps"]
+        except (ValueError, KeyError) as error:
+            get_logger().warning(f"{path} cannot be read ({error!r}): it is written anew with this run alone.")
+            return []
+
+    def save(self) -> None:
+        """Bring this run's entry in the list of runs up to date. Others may have changed theirs meanwhile."""
+        others = [e for e in self._listed() if Path(e["exp_dir"]).name != self.path.name]
+        write_json(self.work_dir / META_FILE, {"exps": [*others, self.entry]})
+
+    def saved(self, final: Path, keep: int | None) -> None:
+        """Note a finished checkpoint or export; remove all of its kind but the newest `keep` (None, -1: all)."""
+        key = "hf_checkpoint_list" if final.name.startswith("hf") else "checkpoint_list"
+        self.entry[key] = [str(p) for p in keep_newest(final.parent, keep)]
         self.save()
-        for stale in old:
-            shutil.rmtree(stale, ignore_errors=True)
+
+    def close(self) -> None:
+        """The last entry in the list; others may work on this run now."""
+        self.save()
+        self._lock.close()
 
     def describe(self, config: dict[str, Any]) -> None:
         """Leave what explains the run: resolved configuration, allow-listed environment, state of the sources."""
-        logs = self.path / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "config.json", config)
-        write_json(logs / "env.json", environment())
+        write_json(self.path / "config.json", without_secrets(config))
+        write_json(self.logs / "env.json", environment())
         self._git_info()
 
     def _git_info(self) -> None:
@@ -116,3 +172,17 @@ def environment() -> dict[str, Any]:
         "versions": versions, "python": platform.python_version(), "platform": platform.platform(), "gpu": gpu,
         "cpu_threads": torch.get_num_threads(), "variables": variables,
     }  # fmt: skip
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A copy in which text under names such as `api_key` is hidden."""
+    if isinstance(value, dict):
+        return {k: without_secrets(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(v, name) for v in value]
+    return "(hidden)" if isinstance(value, str) and _SECRET_FIELD.search(name) else value
+
+
+def _run_order(path: Path) -> tuple[str, int]:
+    stamp, _, number = path.name.partition("-")
+    return stamp, int(number or 0)

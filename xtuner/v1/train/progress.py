@@ -39,7 +39,7 @@ class _Span:
         self.timer.seconds[self.name] = self.timer.seconds.get(self.name, 0.0) + spent
 
 
-def step_line(step: int, total: int, metrics: dict[str, float], left: float) -> str:
+def step_line(step: int, total: int, metrics: dict[str, float], left: float | None) -> str:
     """One step in one line: step, reward, accuracy, response length, tokens a second, time left."""
     parts = [f"step {step}/{total}"]
     for label, key, form in (
@@ -52,7 +52,8 @@ def step_line(step: int, total: int, metrics: dict[str, float], left: float) -> 
     ):
         if key in metrics:
             parts.append(f"{label} {form.format(metrics[key])}")
-    parts.append(f"left {int(left) // 60}:{int(left) % 60:02d}")
+    if left is not None:
+        parts.append(f"left {int(left) // 60}:{int(left) % 60:02d}")
     return "  ".join(parts)
 
 
@@ -77,9 +78,10 @@ class Progress:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Show the numbers of a finished step."""
-        self.times.append(metrics.get("time/step", 0.0))
+        if "time/step" in metrics:
+            self.times.append(metrics["time/step"])
         recent = self.times[-20:]
-        left = (self.total - step) * sum(recent) / len(recent)
+        left = (self.total - step) * sum(recent) / len(recent) if recent else None
         self.accuracy = metrics.get("eval/accuracy", self.accuracy)
         shown = dict(metrics)
         if self.accuracy is not None:

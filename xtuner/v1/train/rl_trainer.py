@@ -22,7 +22,8 @@ class LoadCheckpointConfig(XTunerConfig):
     """What to take from a checkpoint."""
 
     checkpoint_path: str | Path | None = None
-    """A `ckpt-step-N` folder. None: start from `load_from`, or with `auto_resume` from the newest checkpoint."""
+    """A `ckpt-step-N` folder to start from, in a new run. None: start from `load_from`. With `auto_resume` a
+    checkpoint of the run itself comes first, so that a run that started here goes on where it was cut short."""
     load_optimizer_states: bool = True
     """Continue with the saved moments."""
     load_optimizer_args: bool = True
@@ -91,7 +92,8 @@ class RLColocateTrainerConfig(XTunerConfig):
     work_dir: Path | str | None = None
     """Runs are folders in it. None: ./work_dirs"""
     auto_resume: bool = False
-    """Continue the newest run of `work_dir` from its newest complete checkpoint; a new run if there is none."""
+    """Continue the newest run of `work_dir` from its newest complete checkpoint, whatever
+    `load_checkpoint_cfg.checkpoint_path` says; a new run if there is none."""
     load_checkpoint_cfg: LoadCheckpointConfig = Field(default_factory=LoadCheckpointConfig)
     """Resume from a named checkpoint, and what to take from it."""
     checkpoint_interval: int | None = -1
@@ -109,17 +111,18 @@ class RLColocateTrainerConfig(XTunerConfig):
     checkpoint_no_save_replay_buffer: bool = False
     """Checkpoints without waiting groups."""
     log_dir: str | Path | None = None
-    """Logs and metrics. None: <run>/logs"""
+    """Logs and metrics, in a subfolder with the name of the run. None: <run>/logs"""
     seed: int = 42
     """Of everything random in the run."""
     deterministic: bool = False
     """Same configuration, same bits."""
     debug_rollout: bool = False
-    """Only rollouts; every step is saved to `debug_rollout_dir`."""
+    """Only rollouts, by the initial weights: each step's groups go to `debug_rollout_<step>.jsonl`."""
     debug_train: bool = False
-    """Only training, on the rollouts saved in `debug_rollout_dir`."""
+    """Only training, from `load_from` on the groups saved by `debug_rollout`, without an engine: no evaluation,
+    no checkpoint, no export. Without `total_train_steps`: all saved steps."""
     debug_rollout_dir: str | Path | None = None
-    """Needed by either debug mode."""
+    """Folder of the saved groups; needed by either debug mode."""
     skip_checkpoint_validation: bool = False
     """Kept for compatibility; checkpoints are always checked."""
     exp_tracker: Literal["tensorboard", "jsonl"] = "tensorboard"
@@ -139,7 +142,9 @@ class RLColocateTrainerConfig(XTunerConfig):
     @model_validator(mode="after")
     def _consistent(self) -> "RLColocateTrainerConfig":
         if self.total_train_steps is None and self.total_epochs is None and not self.debug_train:
-            raise ValueError("set total_train_steps or total_epochs: without one of them the run has no end.")
+            raise ValueError(
+                "total_train_steps=None and total_epochs=None: set one of them, else the run has no end."
+            )
         every = self.sync_weights_interval
         intervals = {"checkpoint_interval": self.checkpoint_interval, "hf_interval": self.hf_interval}
         if self.enable_evaluate:
@@ -151,9 +156,15 @@ class RLColocateTrainerConfig(XTunerConfig):
                     f"use {every * max(1, round(value / every))}."  # type: ignore[operator]
                 )
         if self.debug_rollout and self.debug_train:
-            raise ValueError("debug_rollout and debug_train exclude each other; set one of them.")
-        if (self.debug_rollout or self.debug_train) and self.debug_rollout_dir is None:
-            raise ValueError("debug_rollout and debug_train need debug_rollout_dir.")
+            raise ValueError("debug_rollout=True and debug_train=True exclude each other; set one of them.")
+        if self.debug_rollout or self.debug_train:
+            mode = "debug_rollout" if self.debug_rollout else "debug_train"
+            if self.debug_rollout_dir is None:
+                raise ValueError(f"{mode}=True needs debug_rollout_dir: the folder of the saved rollouts.")
+            if self.load_checkpoint_cfg.checkpoint_path is not None:
+                raise ValueError(
+                    f"{mode}=True starts from load_from; load_checkpoint_cfg.checkpoint_path has no effect, remove it."
+                )
         if self.skip_checkpoint_validation:
             raise ValueError("skip_checkpoint_validation=True: checkpoints are always checked; remove it.")
         return self

@@ -3,16 +3,16 @@
 import json
 import math
 import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.utils import write_atomic
 
+Row = Mapping[str, float | None]
 
-def _clean(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null."""
-    return value if math.isfinite(value) else None
+STEP_ROWS, UPDATE_ROWS = "metrics.jsonl", "optimizer_steps.jsonl"
 
 
 class MetricWriter:
@@ -24,49 +24,66 @@ class MetricWriter:
 
     def __init__(self, folder: Path, tensorboard: bool, resume_step: int = 0, resume_update: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
-        self.steps = _open_rows(folder / "metrics.jsonl", resume_step)
-        self.updates = _open_rows(folder / "optimizer_steps.jsonl", resume_update)
-        self.board = None
+        self._files = {
+            "steps": _open_rows(folder / STEP_ROWS, resume_step),
+            "updates": _open_rows(folder / UPDATE_ROWS, resume_update),
+        }
+        self._boards: dict[str, Any] = {}
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(folder / "exp_tracking"), purge_step=resume_step + 1)
+            board = folder / "exp_tracking"
+            # Two counters, hence two folders: a restart hides what it repeats, by folder.
+            self._boards["steps"] = SummaryWriter(str(board), purge_step=resume_step + 1)
+            self._boards["updates"] = SummaryWriter(str(board / "optimizer_steps"), purge_step=resume_update + 1)
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: Row) -> None:
         """The row of a train step."""
-        self._write(self.steps, step, metrics, "")
+        self._write("steps", step, metrics, "")
 
-    def update(self, update: int, train_step: int, metrics: dict[str, float]) -> None:
+    def update(self, update: int, train_step: int, metrics: Row) -> None:
         """The row of an optimizer step."""
-        self._write(self.updates, update, {"train_step": train_step, **metrics}, "train_metrics/worker_0/")
+        self._write("updates", update, {"train_step": train_step, **metrics}, "train_metrics/worker_0/")
 
-    def _write(self, file, step: int, metrics: dict[str, float], prefix: str) -> None:
-        row = {"step": step, **{k: _clean(float(v)) for k, v in metrics.items()}}
-        file.write(json.dumps(row) + "\n")
+    def _write(self, kind: str, step: int, metrics: Row, prefix: str) -> None:
+        file, board = self._files[kind], self._boards.get(kind)
+        file.write(json.dumps({"step": step} | clean(metrics) | {"step": step}) + "\n")
         file.flush()
-        if self.board is not None:
+        if board is not None:
             for key, value in metrics.items():
-                self.board.add_scalar(prefix + key, value, step)
-            self.board.flush()
+                board.add_scalar(prefix + key, math.nan if value is None else value, step)
+            board.flush()
 
     def close(self) -> None:
-        self.steps.close()
-        self.updates.close()
-        if self.board is not None:
-            self.board.close()
+        for writer in (*self._files.values(), *self._boards.values()):
+            writer.close()
 
 
-def _open_rows(path: Path, last: int):
+def clean(metrics: Row) -> dict[str, float | None]:
+    """JSON has no NaN and no infinity: null."""
+    return {key: _finite(value) for key, value in metrics.items()}
+
+
+def last_step(folder: Path) -> int:
+    """The last train step whose row is in `folder`; 0 if there is none."""
+    return max((row["step"] for _, row in _rows(folder / STEP_ROWS)), default=0)
+
+
+def _open_rows(path: Path, last: int) -> IO[str]:
     if path.is_file():
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= last:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue
-        write_atomic(path, lambda part: part.write_text("".join(kept), encoding="utf-8"))
+        kept = "".join(line + "\n" for line, row in _rows(path) if row["step"] <= last)
+        write_atomic(path, lambda part: part.write_text(kept, encoding="utf-8"))
     return open(path, "a", encoding="utf-8")
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines with their rows; one that a crash cut short is left out."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        yield line, row
 
 
 def write_trajectories(path: Path, groups: list[list[RolloutState]]) -> None:
@@ -118,4 +135,8 @@ def _trajectory(state: RolloutState) -> dict[str, Any]:
 
 
 def _rounded(values: list[float] | None) -> list[float | None] | None:
-    return None if values is None else [_clean(round(v, 6)) for v in values]
+    return None if values is None else [_finite(round(v, 6)) for v in values]
+
+
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

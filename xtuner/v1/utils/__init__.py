@@ -1,6 +1,6 @@
 """Logging, files, device facts, seeds."""
 
-from .files import fsync_tree, write_atomic, write_json
+from .files import lock, remove, replace, write_atomic, write_json
 from .logging import get_logger, log_to_file
 
-__all__ = ["fsync_tree", "get_logger", "log_to_file", "write_atomic", "write_json"]
+__all__ = ["get_logger", "lock", "log_to_file", "remove", "replace", "write_atomic", "write_json"]

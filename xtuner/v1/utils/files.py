@@ -2,44 +2,76 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def fsync_tree(path: Path) -> None:
     """Flush a file, or a folder with everything in it, to the disk."""
-    targets = [path, *path.rglob("*")] if path.is_dir() else [path]
-    for target in targets:
-        fd = os.open(target, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    for target in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        _fsync(target)
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def replace(part: Path, path: Path) -> None:
+    """Flush `part` and rename it to `path`, which then is the new one even if the machine stops here."""
+    fsync_tree(part)
+    os.replace(part, path)
+    _fsync(path.parent)
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file or folder beside `path`, flush it and rename it into place.
 
     A reader sees the old content or the new, never a part. `path` must not be a non-empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
-    write(part)
-    fsync_tree(part)
-    os.replace(part, path)
-    _fsync_folder(path.parent)
-
-
-def _fsync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        write(part)
+        replace(part, path)
+    except BaseException:
+        remove(part)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, atomically."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
     write_atomic(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder if it is there and can be deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lock(path: Path) -> IO[str]:
+    """Hold `path` for this process until the returned file is closed or the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    import fcntl
+
+    file = open(path, "a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

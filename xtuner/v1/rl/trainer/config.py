@@ -46,7 +46,7 @@ class WorkerConfig(XTunerConfig):
     max_consecutive_skips: int = Field(10, ge=1)
     """The run stops after this many skipped updates in a row (non-finite or too large gradient norm)."""
     profile_step: list[int] | int | None = None
-    """Train steps to profile; traces go to `<run>/profiling`."""
+    """Train steps to profile; traces go to `profiling` in the run's log folder."""
     profile_time: bool = True
     """Profile operators and kernels."""
     profile_memory: bool = False

@@ -267,10 +267,12 @@ class TrainingWorker:
         self.engine.onload()
 
     def save_checkpoint(self, folder: str, with_optimizer: bool = True) -> None:
-        save_train_state(self.engine, Path(folder), with_optimizer)
+        counters = {"consecutive_skips": self.consecutive_skips, "total_skips": self.total_skips}
+        save_train_state(self.engine, Path(folder), with_optimizer, counters)
 
     def load_checkpoint(self, folder: str, with_optimizer: bool = True, with_schedule: bool = True) -> None:
-        load_train_state(self.engine, Path(folder), with_optimizer)
+        counters = load_train_state(self.engine, Path(folder), with_optimizer)
+        self.consecutive_skips, self.total_skips = counters["consecutive_skips"], counters["total_skips"]
         if not with_schedule:
             self.engine.optimizer_step = 0
 
