@@ -202,10 +202,10 @@ def _buckets(layout: SegmentLayout) -> list[list[int]]:
 
 
 def _runs(segments: list[int], length: Callable[[int], int]) -> list[list[int]]:
-    """Cut the segments, sorted by length, where a run's longest would pass its shortest by a quarter."""
+    """Cut the segments, sorted by length, where a run's longest would pass its shortest by a tenth."""
     runs: list[list[int]] = []
     for s in sorted(segments, key=length):
-        if runs and length(s) <= 1.25 * length(runs[-1][0]) + 8:
+        if runs and length(s) <= 1.1 * length(runs[-1][0]) + 4:
             runs[-1].append(s)
         else:
             runs.append([s])
