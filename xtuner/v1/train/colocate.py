@@ -247,7 +247,8 @@ class RLColocateTrainer:
         checkpoint = self.experiment.checkpoint or (Path(named) if named else None)
         if checkpoint is not None:
             self._restore_driver(read_state(checkpoint))
-        self.finished = max(self.cur_step, self.experiment.last_step) >= self.total_steps and self.unlogged is None
+        all_trained = self.cur_step >= self.total_steps and self.unlogged is None
+        self.finished = all_trained or self.experiment.last_step >= self.total_steps
         if self.finished:
             return
         self.experiment.describe(cfg.model_dump(mode="json"))

@@ -70,6 +70,7 @@ class TrainingWorker:
         self.accelerator, self.total_optimizer_steps = accelerator, total_optimizer_steps
         self.seed, self.deterministic = seed, deterministic
         self.consecutive_skips = self.total_skips = 0
+        self.owns_group = False
 
     # ---------------------------------------------------------------- set-up
 
@@ -81,13 +82,7 @@ class TrainingWorker:
         self.device = resolve_device(self.accelerator)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
-            backend = "gloo" if self.device.type == "cpu" else "nccl"
-            alone: dict[str, Any] = {"store": dist.HashStore()}
-            where = alone if self.world_size == 1 else {"init_method": f"tcp://{host}:{port}"}
-            dist.init_process_group(
-                backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(minutes=30), **where
-            )
+        self._join(host, port)
         cfg = self.config
         self.engine = TrainEngine(
             cfg.model_cfg,
@@ -100,6 +95,23 @@ class TrainingWorker:
         )
         self.engine.load_hf(cfg.load_from)
         self.reference = self._build_reference() if cfg.loss_cfg.use_kl_loss else None
+
+    def _join(self, host: str, port: int) -> None:
+        """The process group of all ranks; one that is there already is used and left to who made it."""
+        if dist.is_initialized():
+            if dist.get_world_size() != self.world_size:
+                raise RuntimeError(
+                    f"a process group of {dist.get_world_size()} ranks exists already, {self.world_size} are needed; "
+                    "end it with torch.distributed.destroy_process_group()."
+                )
+            return
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        alone: dict[str, Any] = {"store": dist.HashStore()}
+        where = alone if self.world_size == 1 else {"init_method": f"tcp://{host}:{port}"}
+        dist.init_process_group(
+            backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(minutes=30), **where
+        )
+        self.owns_group = True
 
     def _build_reference(self) -> TrainEngine:
         cfg = self.config
@@ -282,8 +294,9 @@ class TrainingWorker:
         self.engine.save_hf(Path(folder), self.config.load_from, parse_dtype(dtype))
 
     def stop(self) -> None:
-        if dist.is_initialized():
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+        self.owns_group = False
 
 
 def _loss_weights(loss_cfg: BaseRLLossConfig, pack: PackedBatch, keep: Tensor | None) -> tuple[Tensor, Tensor]:
