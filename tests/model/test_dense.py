@@ -159,3 +159,21 @@ def test_init_weights_is_seeded_and_its_norms_are_one() -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.embed_tokens.weight, c.embed_tokens.weight)
     assert all((p == 1).all() for name, p in a.named_parameters() if name.endswith("norm.weight"))
+
+
+def test_compiled_layers_are_one_program_for_all_layers_and_packs() -> None:
+    """A program per layer or pack would pass the compiler's limit and fall back to eager in silence."""
+    from torch._dynamo.utils import counters
+
+    model = tiny_model(num_hidden_layers=10).to(torch.bfloat16)
+    packs = [[random_ids(0, 5), random_ids(1, n)] for n in (9, 12, 30)]
+    with torch.no_grad():
+        expected = [hidden_of(model, ids, [-1, 0]) for ids in packs]
+        model.compile_layers(backend="eager")
+        counters.clear()
+        compiled = [hidden_of(model, packs[0], [-1, 0])]
+        programs = counters["stats"]["unique_graphs"]
+        compiled += [hidden_of(model, ids, [-1, 0]) for ids in packs[1:]]
+    assert 1 <= programs <= 4 and counters["stats"]["unique_graphs"] == programs
+    for ours, theirs in zip(compiled, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

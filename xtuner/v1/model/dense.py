@@ -139,15 +139,16 @@ class DenseModel(nn.Module):
         hidden = self.hidden_states(input_ids, position_ids, attention).index_select(0, target_rows)
         return linear_logprob(hidden, self.head_weight(), labels, inv_temperature, chunk_size, with_entropy)
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, backend: str = "inductor") -> None:
         """Compile every layer's forward, for any number of rows; before checkpointing and FSDP wrap it.
 
         The attention context stays outside: what it holds changes with every pack, and each change, like each
         layer's own number, would count as a new program.
         """
         for layer in self.layers:
-            layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            attention = layer.get_submodule("self_attn")
+            attention.attend = torch.compiler.disable(attention.attend)
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
     def init_weights(self, seed: int = 0, std: float = 0.02) -> None:
         """Random weights: normal matrices, norms 1, biases 0. The same for any sharding of the same model."""

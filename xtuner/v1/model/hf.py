@@ -193,7 +193,7 @@ class HFWriter:
         if self._dtype is None:
             raise ValueError(f"{self._out}: no tensor was written.")
         count = len(self._shard_names)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._shard_names):
             file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             (self._out / _part_name(i)).rename(self._out / file)

@@ -20,12 +20,16 @@ class RowIndex:
     @classmethod
     def build(cls, rows: Tensor, num_rows: int, padding: Tensor | None = None) -> "RowIndex":
         """rows int64 [M] on the CPU. padding bool [M]: places whose content and gradient nobody needs."""
-        readers = torch.argsort(rows, stable=True)
-        if padding is not None:
-            readers = readers[~padding[readers]]
-        counts = torch.bincount(rows[readers], minlength=num_rows)
+        counts = torch.bincount(rows if padding is None else rows[~padding], minlength=num_rows)
         offsets = torch.zeros(num_rows + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=offsets[1:])
+        if padding is not None and bool((counts == 1).all()):
+            places = (~padding).nonzero().squeeze(1)
+            readers = torch.empty_like(places)
+            readers[rows[places]] = places
+        else:
+            readers = torch.argsort(rows, stable=True)
+            readers = readers if padding is None else readers[~padding[readers]]
         return cls(rows, readers, offsets)
 
     def inverse(self) -> "RowIndex":

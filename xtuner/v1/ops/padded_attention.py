@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,9 @@ class PaddedAttention:
     def __init__(self, layout: SegmentLayout, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._num_rows = sum(layout.lengths)
-        self._blocks = [_Block.build(segments, layout) for segments in _buckets(layout)]
+        lengths, prefix = torch.tensor(layout.lengths), torch.tensor(layout.prefix)
+        starts = lengths.cumsum(0) - lengths
+        self._blocks = [_Block.build(torch.tensor(s), starts, lengths, prefix) for s in _buckets(layout)]
         self._indices: dict[tuple[int, int], tuple[RowIndex, RowIndex, RowIndex]] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -80,8 +81,11 @@ class PaddedAttention:
             heads = num_q if self._device.type == "cuda" else num_kv
             kv_rows = torch.cat([_per_head(b.kv_rows, heads, num_kv) for b in self._blocks])
             kv_index = RowIndex.build(kv_rows, self._num_rows * num_kv)
-            indices = (q_index, kv_index, q_index.inverse())
-            self._indices[num_q, num_kv] = tuple(index.to(self._device) for index in indices)
+            self._indices[num_q, num_kv] = (
+                q_index.to(self._device),
+                kv_index.to(self._device),
+                q_index.inverse().to(self._device),
+            )
         return self._indices[num_q, num_kv]
 
 
@@ -131,15 +135,13 @@ class _Block:
     """int64 [B], None if no segment has a prefix."""
 
     @classmethod
-    def build(cls, segments: list[int], layout: SegmentLayout) -> "_Block":
-        starts = torch.tensor(_starts(layout.lengths))
-        lengths = torch.tensor(layout.lengths)
-        own = torch.tensor(segments)
+    def build(cls, own: Tensor, starts: Tensor, lengths: Tensor, prefix: Tensor) -> "_Block":
+        """own int64 [B]: the segments; the others int64 [S]: first row, rows and prefix of every segment."""
         column = torch.arange(int(lengths[own].max()))
         q_rows = starts[own, None] + column.minimum(lengths[own, None] - 1)
         q_padding = column >= lengths[own, None]
-        prefix = torch.tensor([layout.prefix[s] for s in segments])
-        if int(prefix.max()) < 0:
+        prefix = prefix[own]
+        if int(prefix[0]) < 0:
             return cls(q_rows, q_padding, q_rows, None)
         prefix_length = lengths[prefix]
         left = torch.arange(-int(prefix_length.max()), 0) + prefix_length[:, None]
@@ -184,10 +186,6 @@ def _per_head(places: Tensor, heads: int, source_heads: int | None = None) -> Te
         head = torch.arange(heads) // (heads // source_heads)
         spread = spread * source_heads + head[:, None]
     return spread.flatten()
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    return [0, *accumulate(lengths)][:-1]
 
 
 def _buckets(layout: SegmentLayout) -> list[list[int]]:
