@@ -1,0 +1,182 @@
+"""What a run does step by step, and what stands in its folder afterwards."""
+
+import json
+import logging
+import math
+
+import pytest
+
+from xtuner.v1.config import AdamWConfig
+from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.utils import get_logger
+
+from .helpers import RESPONSE, close, config, fit, read_rows, spread, with_evaluation
+
+SECRET = "sk-do-not-write-me-4711"
+
+
+def test_every_answer_is_kept_with_what_was_made_of_it(model, tmp_path):
+    run = fit(config(model, tmp_path))
+    summary = read_rows(run.path / "train_rollout" / "train_rollout_2.jsonl")[0]
+    rows = run.trajectories(2)
+    assert len(rows) == summary["total_len"] == 12
+    assert summary["reward_mean"] == pytest.approx(sum(r["reward"] for r in rows) / 12)
+    assert summary["response_len_max"] == max(r["response_len"] for r in rows)
+    for row in rows:
+        lengths = {len(row[k]) for k in ("response_ids", "rollout_logprobs", "train_logprobs")}
+        assert lengths == {row["response_len"]} and row["prompt_len"] > 10
+        assert row["model_steps"] == [1] and row["status"] == "completed" and row["judge_error"] is None
+        assert row["reward"] == row["reward_payload"]["score"] == spread(row["response"], None, {})
+        assert row["train_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-5)
+    for group in range(3, 6):
+        advantages = [r["advantage"] for r in rows if r["group_id"] == group]
+        assert len(advantages) == 4 and sum(advantages) == pytest.approx(0, abs=1e-6)
+    assert any(r["advantage"] > 0 for r in rows)
+
+
+class FailsOnce:
+    """Raises for the third sample."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, response, label, extra_info):
+        self.calls += 1
+        if self.calls == 3:
+            raise LookupError("no such label")
+        return spread(response, label, extra_info)
+
+
+def test_a_sample_that_cannot_be_judged_is_kept_counted_and_not_trained(model, tmp_path):
+    run = fit(config(model, tmp_path, total_train_steps=1, task={"reward": FailsOnce()}))
+    unjudged = [r for r in run.trajectories(1) if r["judge_error"]]
+    assert len(unjudged) == 1 and "no such label" in unjudged[0]["judge_error"]
+    assert unjudged[0]["reward"] is unjudged[0]["advantage"] is unjudged[0]["train_logprobs"] is None
+    row = run.rows[0]
+    assert row["produce/judge_errors"] == row["response/dropped/not_trainable"] == 1
+    assert row["response/training_samples"] == 11
+    (group,) = {r["group_id"] for r in unjudged}
+    rest = [r["advantage"] for r in run.trajectories(1) if r["group_id"] == group and r["advantage"] is not None]
+    assert len(rest) == 3 and sum(rest) == pytest.approx(0, abs=1e-6)
+
+
+def test_no_secret_reaches_the_run_folder(model, tmp_path, monkeypatch):
+    for name in ("OPENAI_API_KEY", "XTUNER_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN", "CUDA_PASSWORD", "UNRELATED"):
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("XTUNER_LOG_LEVEL", "INFO")
+    run = fit(config(model, tmp_path, total_train_steps=1))
+    for path in run.path.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+    env = json.loads((run.path / "logs" / "env.json").read_text())
+    assert env["variables"]["XTUNER_LOG_LEVEL"] == "INFO" and env["versions"]["torch"]
+
+
+def test_the_engine_has_the_new_weights_after_every_step(model, tmp_path):
+    run = fit(config(model, tmp_path, worker={"optim_cfg": AdamWConfig(lr=0.1)}, total_train_steps=4))
+    assert [r["model_steps"] for s in range(1, 5) for r in run.trajectories(s)[:1]] == [[0], [1], [2], [3]]
+    assert max(run.series("mismatch/mismatch_logprob_abs_diff")) < 1e-5
+
+
+def test_weights_are_pushed_every_other_step_where_asked(model, tmp_path):
+    changes = dict(sync_weights_interval=2, total_train_steps=5, evaluate_step=2, checkpoint_interval=2)
+    run = fit(config(model, tmp_path, **(with_evaluation(model, tmp_path) | changes)))
+    assert [run.trajectories(s)[0]["model_steps"] for s in range(1, 6)] == [[0], [0], [2], [2], [4]]
+    gaps = run.series("mismatch/mismatch_logprob_abs_diff")
+    assert max(gaps[0::2]) < 1e-5 < 1e-3 < min(gaps[1::2]), "every second batch comes from older weights"
+    assert [step for step, row in enumerate(run.rows, 1) if "eval/accuracy" in row] == [2, 4]
+    assert [r["model_steps"] for r in run.trajectories(4, "eval")] == [[4]] * 4
+
+
+def test_evaluation_repeats_itself_while_the_weights_stay(model, tmp_path):
+    frozen = {"optim_cfg": AdamWConfig(lr=1e-2, skip_grad_norm_threshold=1e-9)}
+    sampled = SampleParams(max_tokens=RESPONSE, temperature=1.0)
+    changes = with_evaluation(model, tmp_path, params=sampled)
+    run = fit(config(model, tmp_path, worker=frozen, enable_initial_evaluate=True, **changes))
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+    first = run.trajectories(0, "eval")
+    assert len({tuple(r["response_ids"]) for r in first}) == 4
+    for step in (1, 2, 3):
+        again = run.trajectories(step, "eval")
+        assert [r["response_ids"] for r in again] == [r["response_ids"] for r in first]
+        own = {"model_steps"}
+        assert [{k: v for k, v in r.items() if k not in own} for r in again] == [
+            {k: v for k, v in r.items() if k not in own} for r in first
+        ]
+    assert len({tuple(sorted((k, v) for k, v in row.items() if k.startswith("eval/"))) for row in run.rows}) == 1
+
+
+def test_evaluation_has_its_own_sampling(model, tmp_path):
+    def evaluated(**params):
+        task = {"params": SampleParams(max_tokens=RESPONSE, **params)}
+        run = fit(config(model, tmp_path, total_train_steps=1, task=task, enable_initial_evaluate=True, **evaluation))
+        return [r["response_ids"] for r in run.trajectories(0, "eval")], [
+            r["response_ids"] for r in run.trajectories(1)
+        ]
+
+    evaluation = with_evaluation(model, tmp_path)  # greedy
+    cold, hot = evaluated(temperature=0.7), evaluated(temperature=1.3)
+    assert cold[0] == hot[0] and cold[1] != hot[1]
+
+
+def test_shared_prompts_change_no_number(model, tmp_path):
+    runs = [fit(config(model, tmp_path, worker={"share_prompts": shared})) for shared in (True, False)]
+    assert runs[0].losses() == pytest.approx(runs[1].losses(), abs=1e-6)
+    assert [r.prompts(3) for r in runs][0] == runs[1].prompts(3)
+    close(runs[0].weights(3), runs[1].weights(3), atol=1e-4)
+
+
+def test_the_learning_rate_follows_its_schedule(model, tmp_path):
+    run = fit(config(model, tmp_path, total_train_steps=6))
+    rates = [row["lr"] for row in run.updates]
+    assert rates[:2] == pytest.approx([1e-2 / 3, 2e-2 / 3]) and rates[2] == 1e-2
+    assert rates[5] == pytest.approx(1e-4)
+    assert rates[3] == pytest.approx(1e-4 + (1e-2 - 1e-4) * 0.5 * (1 + math.cos(math.pi / 3)))
+
+
+def test_steps_win_over_epochs_and_say_so(model, tmp_path):
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    get_logger().addHandler(handler)
+    try:
+        run = fit(config(model, tmp_path, total_train_steps=2, total_epochs=9))
+    finally:
+        get_logger().removeHandler(handler)
+    assert len(run.rows) == 2
+    assert "total_train_steps=2 wins over total_epochs=9." in messages
+
+
+def test_fewer_samples_than_updates_is_said(model, tmp_path):
+    changes = dict(train_batch_size=1, total_train_steps=1, worker={"optimizer_steps": 4, "pack_max_length": 64})
+    run = fit(config(model, tmp_path, task={"reward": FailsOnce()}, **changes))
+    assert len(run.updates) == 3
+    assert "3 samples, so 3 of 4 updates" in (run.path / "logs" / "rank_0.log").read_text()
+
+
+def test_tensorboard_has_the_rows_of_the_file(model, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes = dict(exp_tracker="tensorboard", worker={"optimizer_steps": 2}, total_train_steps=2)
+    run = fit(config(model, tmp_path, **changes))
+    board = EventAccumulator(str(run.path / "logs" / "exp_tracking"))
+    board.Reload()
+    rewards = [(e.step, e.value) for e in board.Scalars("response/rewards/mean")]
+    assert rewards == [(i, pytest.approx(v)) for i, v in enumerate(run.series("response/rewards/mean"), 1)]
+    updates = EventAccumulator(str(run.path / "logs" / "exp_tracking" / "optimizer_steps"))
+    updates.Reload()
+    losses = [(e.step, e.value) for e in updates.Scalars("train_metrics/worker_0/loss")]
+    assert losses == [(i, pytest.approx(v)) for i, v in enumerate(run.losses(), 1)] and len(losses) == 4
+
+
+def test_logs_elsewhere_keep_those_of_the_run_before(model, tmp_path):
+    runs = [fit(config(model, tmp_path, total_train_steps=1, log_dir=tmp_path / "logs")) for _ in range(2)]
+    assert [len(read_rows(tmp_path / "logs" / r.path.name / "metrics.jsonl")) for r in runs] == [1, 1]
+
+
+def test_a_trainer_runs_once(model, tmp_path):
+    trainer = config(model, tmp_path, total_train_steps=1).build()
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(RuntimeError, match="build\\(\\) another one"):
+        trainer.fit()
