@@ -1,5 +1,7 @@
 """Root-mean-square norm (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension. x [..., H], weight [H]; returns x's shape and dtype."""
     if x.is_cuda or x.dtype != torch.float32:
         return reference_rms_norm(x, weight, eps)
+    if not torch.is_grad_enabled():
+        return (x * inverse_rms(x, eps)).mul_(weight)
     return _CpuRMSNorm.apply(x, weight, eps)
 
 
@@ -20,7 +24,13 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def inverse_rms(x: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """1 / rms(x) over the last dimension, which stays with size 1."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=out)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(_scalar(eps, x.dtype), norm, norm, value=1 / x.shape[-1], out=norm).rsqrt_()
+
+
+@cache
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, inv_rms: Tensor, weight: Tensor, grad_x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .norm import inverse_rms, rms_norm, rms_norm_backward
-from .rotary import RotaryTable, apply_rotary, rotate_into
+from .rotary import RotaryTable, apply_rotary, rotate_into, rotate_whole
 
 
 def split_qkv(
@@ -23,6 +23,8 @@ def split_qkv(
     """
     if qkv.is_cuda or qkv.dtype != torch.float32:
         return reference_split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
+    if not torch.is_grad_enabled() and qkv.shape[0] <= _PIECE:
+        return _split_few(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
     return _CpuSplitQKV.apply(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
 
 
@@ -41,6 +43,26 @@ def reference_split_qkv(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     return apply_rotary(q, table), apply_rotary(k, table), v
+
+
+def _split_few(
+    qkv: Tensor,
+    num_q: int,
+    num_kv: int,
+    table: RotaryTable,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Without gradients and for few rows the number of operations counts: queries and keys go as one block."""
+    heads, rotated = qkv.view(qkv.shape[0], num_q + 2 * num_kv, -1), num_q + num_kv
+    x, v = heads[:, :rotated], heads[:, rotated:]
+    if q_weight is not None and k_weight is not None:
+        x = x * inverse_rms(x, eps)
+        x[:, :num_q].mul_(q_weight)
+        x[:, num_q:].mul_(k_weight)
+    x = rotate_whole(x, table)
+    return x[:, :num_q], x[:, num_q:], v
 
 
 class _CpuSplitQKV(torch.autograd.Function):
@@ -88,6 +110,9 @@ class _CpuSplitQKV(torch.autograd.Function):
         return grad_qkv, None, None, None, *grad_weights, None
 
 
-def _pieces(num_rows: int, size: int = 1024) -> list[slice]:
+_PIECE = 1024
+
+
+def _pieces(num_rows: int, size: int = _PIECE) -> list[slice]:
     """Rows in pieces whose temporaries stay in a core's cache."""
     return [slice(start, start + size) for start in range(0, num_rows, size)]

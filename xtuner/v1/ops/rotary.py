@@ -11,10 +11,23 @@ class RotaryTable:
     tuples and dataclasses too, and half precision is too coarse for angles.
     """
 
-    __slots__ = ("cos", "sin")
+    __slots__ = ("_whole", "cos", "sin")
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, whole: tuple[Tensor, Tensor] | None = None) -> None:
         self.cos, self.sin = cos, sin
+        self._whole = whole
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of every place of a head, [T, 1, D] each: x * cos + swapped halves of x * sin."""
+        if self._whole is None:
+            self._whole = torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1)
+        return self._whole
+
+    def rows(self, index: Tensor) -> "RotaryTable":
+        """The table of rows int64 [R]."""
+        cos, sin = (t.index_select(0, index) for t in self.whole())
+        half = self.cos.shape[-1]
+        return RotaryTable(cos[..., :half], sin[..., half:], (cos, sin))
 
 
 def rotary_table(position_ids: Tensor, inv_freq: Tensor) -> RotaryTable:
@@ -28,6 +41,12 @@ def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = table.cos, table.sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_whole(x: Tensor, table: RotaryTable) -> Tensor:
+    """The same in three operations, for float32 and no gradients."""
+    cos, sin = table.whole()
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotate_into(out: Tensor, x: Tensor, table: RotaryTable, inverse: bool = False) -> None:

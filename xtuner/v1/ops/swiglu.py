@@ -12,6 +12,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up [T, 2*I], the gate's columns first; returns [T, I]."""
     if gate_up.is_cuda or gate_up.dim() != 2:
         return reference_swiglu(gate_up)
+    if not torch.is_grad_enabled() and gate_up.shape[0] <= _ROWS:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
     return _CpuSwiGLU.apply(gate_up)
 
 
