@@ -26,7 +26,7 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     for task in cfg.agent_loop_manager_cfg.task_list():
         where = f"agent_loop_manager_cfg.{task.task_name}"
         problems += _check_task(cfg, where, task) + _check_training_task(cfg, where, task)
-    if not cfg.enable_evaluate:
+    if not cfg.enable_evaluate or cfg.debug_rollout:
         return problems
     missing = [n for n in ("eval_agent_loop_manager_cfg", "evaluator_config") if getattr(cfg, n) is None]
     if missing:

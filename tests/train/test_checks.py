@@ -1,0 +1,247 @@
+"""A mistake is answered before a device is touched: field, value, way out."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from xtuner.v1.config import FSDPConfig
+from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.model import get_model_config_from_hf
+from xtuner.v1.rl.advantage import OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
+from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
+from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
+from xtuner.v1.rl.loss import GRPOLossConfig
+from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
+from xtuner.v1.utils import get_logger
+
+from .helpers import PROMPT, RESPONSE, config, fit, task, with_evaluation, write_prompts
+
+
+def problems_of(model, tmp_path, **changes) -> str:
+    return "\n".join(config(model, tmp_path, **changes).check())
+
+
+def test_a_good_config_has_no_problem_and_is_not_changed_by_build(model, tmp_path):
+    cfg = config(model, tmp_path, **with_evaluation(model, tmp_path))
+    before, given = cfg.model_dump(mode="json"), cfg.model_fields_set
+    assert cfg.check() == []
+    fit(cfg)
+    assert cfg.model_dump(mode="json") == before and cfg.model_fields_set == given
+    assert cfg.train_worker_cfg.seed is None and cfg.train_worker_cfg.log_dir is None
+
+
+# ---------------------------------------------------------------- at construction
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"total_train_steps": None}, "total_train_steps=None and total_epochs=None: set one"),
+        ({"total_train_steps": 0}, "total_train_steps"),
+        ({"train_batch_size": 0}, "train_batch_size"),
+        ({"checkpoint_interval": 0}, "0 is not allowed: give a positive number, or -1"),
+        ({"checkpoint_maxkeep": 0}, "0 is not allowed"),
+        ({"hf_interval": -2}, "-2 is not allowed"),
+        ({"checkpoint_interval": 6}, "checkpoint_interval=6 must be a multiple of sync_weights_interval=4; use 8"),
+        ({"hf_interval": 6}, "hf_interval=6 must be a multiple of sync_weights_interval=4; use 8"),
+        (
+            {"evaluate_step": 6, "enable_evaluate": True},
+            "evaluate_step=6 must be a multiple of sync_weights_interval=4; use 8",
+        ),
+        ({"debug_rollout": True, "debug_train": True, "debug_rollout_dir": "d"}, "exclude each other"),
+        ({"debug_rollout": True}, "debug_rollout=True needs debug_rollout_dir"),
+        ({"debug_train": True}, "debug_train=True needs debug_rollout_dir"),
+        (
+            {"debug_train": True, "debug_rollout_dir": "d",
+             "load_checkpoint_cfg": LoadCheckpointConfig(checkpoint_path="c")},
+            "checkpoint_path has no effect",
+        ),
+        ({"skip_checkpoint_validation": True}, "skip_checkpoint_validation=True"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"launcher": "slurm"}, "launcher"),
+        ({"exp_tracker": "wandb"}, "exp_tracker"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_at_construction(model, tmp_path, changes, message):
+    every = {"sync_weights_interval": 4} if "sync_weights_interval=4" in message else {}
+    with pytest.raises(ValidationError) as info:
+        config(model, tmp_path, **(every | changes))
+    assert message in str(info.value)
+
+
+def test_an_interval_that_is_off_needs_no_multiple(model, tmp_path):
+    config(model, tmp_path, sync_weights_interval=4, evaluate_step=6, checkpoint_interval=-1, hf_interval=None)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: LoadCheckpointConfig(load_optimizer_args=False), "load_optimizer_args=False"),
+        (lambda: TraceConfig(enabled=True), "enabled"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(make, message):
+    with pytest.raises(ValidationError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"sp_size": 2}, "sp_size=2: this version trains data-parallel only"),
+        ({"fsdp_cfg": FSDPConfig(tp_size=2)}, "fsdp_cfg.tp_size=2"),
+        ({"offload_rollout_routed_experts": True}, "routed-experts options need a mixture-of-experts model"),
+        ({"sft_dataloader_cfg": {}}, "supervised steps"),
+        ({"rollout_steps_per_sft": 2}, "sft_\\* options need"),
+        ({"optimizer_steps": 0}, "optimizer_steps"),
+        ({"update_weight_bucket_size_in_gb": 0}, "update_weight_bucket_size_in_gb"),
+    ],
+)
+def test_a_worker_refuses_what_it_cannot_do(model, tmp_path, changes, message):
+    with pytest.raises(ValidationError, match=message):
+        config(model, tmp_path, worker=changes)
+
+
+# ---------------------------------------------------------------- by check, and by build
+
+
+def greedy(**fields):
+    return {"task": {"params": SampleParams(max_tokens=RESPONSE, **fields)}}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (greedy(temperature=0.0), "train: sample_params.temperature=0.0, top_k=0 is greedy"),
+        (greedy(top_k=1), "temperature=1.0, top_k=1 is greedy"),
+        (greedy(return_logprob=False), "return_logprob and return_token_ids must be True"),
+        ({"task": {"k": 1}}, "prompt_repeat_k=1, but a group needs at least 2 responses: GRPOAdvantageConfig"),
+        ({"task": {"k": 1}, "advantage_estimator_config": RLOOAdvantageConfig()}, "at least 2 responses: RLOO"),
+        ({"task": {"k": 1}, "advantage_estimator_config": OPOAdvantageConfig()}, "at least 2 responses: OPO"),
+        ({"advantage_estimator_config": PassKAdvantageConfig(k=6)}, "=4, but a group needs at least 6 responses"),
+        ({"task": {"judger_config": None}}, "train: judger_config is None"),
+        (
+            {"rollout": {"context_length": 50}},
+            f"max_length={PROMPT} + sample_params.max_tokens={RESPONSE} = 56 exceeds rollout_config.context_length=50",
+        ),
+        ({"worker": {"pack_max_length": 54}}, "can have 55 tokens, more than train_worker_cfg.pack_max_length=54"),
+        ({"worker": {"optimizer_steps": 13}}, "optimizer_steps=13 exceeds the 12 samples of a step (train_batch_size=3"),
+        ({"launcher": "local", "num_workers": 2}, "launcher='local' runs one worker, but resources.num_workers=2"),
+        (
+            {"num_workers": 3, "worker": {"fsdp_cfg": FSDPConfig(hsdp_sharding_size=2)}},
+            "hsdp_sharding_size=2 does not divide resources.num_workers=3",
+        ),
+        ({"load_from": "/no/such"}, "load_from='/no/such': no config.json there; give a Hugging Face model folder"),
+        ({"rollout": {"model_path": "/no/such"}}, "rollout_config.model_path='/no/such': no config.json there"),
+        ({"tokenizer_path": "/no/such"}, "tokenizer_path='/no/such': no tokenizer files there"),
+        ({"rows": "/no/such.jsonl"}, "dataset anno_path='/no/such.jsonl' does not exist"),
+        (
+            {"worker": {"ref_load_from": "/no/such", "loss_cfg": GRPOLossConfig(
+                policy_loss_cfg={"cliprange_low": 0.2, "cliprange_high": 0.2}, use_kl_loss=True, kl_loss_type="k3")}},
+            "train_worker_cfg.ref_load_from='/no/such': no config.json there",
+        ),
+        (
+            {"load_checkpoint_cfg": LoadCheckpointConfig(checkpoint_path="/no/such")},
+            "load_checkpoint_cfg.checkpoint_path='/no/such': no train_state.json there",
+        ),
+        (
+            {"enable_evaluate": True},
+            "enable_evaluate=True needs eval_agent_loop_manager_cfg and evaluator_config; give them or set",
+        ),
+        (
+            {"debug_train": True, "debug_rollout_dir": "/no/such"},
+            "debug_rollout_dir='/no/such': no debug_rollout_<step>.jsonl there; make them with debug_rollout=True",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_stop_the_run_is_told_before(model, tmp_path, changes, message):
+    cfg = config(model, tmp_path, **changes)
+    (problem,) = cfg.check()
+    assert message in problem
+    with pytest.raises(ValueError, match="the run cannot start"):
+        cfg.build()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_problems_are_told_at_once(model, tmp_path):
+    text = problems_of(model, tmp_path, tokenizer_path="/no/such", enable_evaluate=True, **greedy(temperature=0.0))
+    assert len(text.splitlines()) == 3
+
+
+def test_evaluation_may_be_greedy_and_is_checked_too(model, tmp_path):
+    assert problems_of(model, tmp_path, **with_evaluation(model, tmp_path)) == ""
+    rows = write_prompts(tmp_path)
+    long = task(model, rows, "long", k=1, params=SampleParams(max_tokens=99, temperature=0.0))
+    changes = with_evaluation(model, tmp_path) | {"eval_agent_loop_manager_cfg": AgentLoopManagerConfig(tasks=long)}
+    assert "eval_agent_loop_manager_cfg.long: prompt max_length=48" in problems_of(model, tmp_path, **changes)
+
+
+class RewardsItself(SingleTurnAgentLoopConfig):
+    """A loop of the user's own, which sets the reward."""
+
+
+def test_a_loop_of_ones_own_needs_no_judge(model, tmp_path):
+    loop = RewardsItself(hf_checkpoint=model, sample_params=SampleParams(max_tokens=RESPONSE))
+    assert problems_of(model, tmp_path, task={"judger_config": None, "agent_loop_config": loop}) == ""
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("hidden_size", 64), ("rope", {"theta": 5e5}), ("rms_norm_eps", 1e-5), ("tie_word_embeddings", False)],
+)
+def test_a_model_config_of_another_model_is_told_by_field(model, tmp_path, field, value):
+    other = get_model_config_from_hf(model)
+    if isinstance(value, dict):
+        other.rope.theta = value["theta"]
+        field = "rope.theta"
+    else:
+        setattr(other, field, value)
+    text = problems_of(model, tmp_path, worker={"model_cfg": other})
+    assert f"train_worker_cfg.model_cfg.{field}=" in text and "load_from must be of the same model" in text
+
+
+def test_a_folder_without_weights_or_of_a_strange_family_is_told(model, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "config.json").write_text((model / "config.json").read_text())
+    assert "no *.safetensors weights there" in problems_of(model, tmp_path, load_from=folder)
+    raw = json.loads((model / "config.json").read_text()) | {"model_type": "gpt_bigcode"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "model.safetensors").touch()
+    assert "gpt_bigcode" in problems_of(model, tmp_path, load_from=folder)
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.1}, {"min_tokens": 3}, {"presence_penalty": 0.5}]
+)
+def test_sampling_that_is_not_the_model_s_own_is_a_doubt(model, tmp_path, params, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    assert problems_of(model, tmp_path, **greedy(**params)) == ""
+    ((name, value),) = params.items()
+    assert len(said) == 1 and f"{name}={value} change the sampled distribution" in said[0]
+
+
+# ---------------------------------------------------------------- by the data
+
+
+def test_fewer_prompts_than_a_batch_give_no_silent_success(model, tmp_path):
+    cfg = config(
+        model, tmp_path, rows=write_prompts(tmp_path, 5), train_batch_size=8, total_epochs=3, total_train_steps=None
+    )
+    with pytest.raises(ValueError, match="5 prompts are fewer than train_batch_size=8: total_epochs=3 gives 0"):
+        cfg.build()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_empty_file_stops_before_a_run_is_made(model, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="empty.jsonl"):
+        config(model, tmp_path, rows=tmp_path / "empty.jsonl").build()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_groups_a_step_than_prompts_take_some_twice(model, tmp_path):
+    run = fit(config(model, tmp_path, rows=write_prompts(tmp_path, 5), train_batch_size=8, total_train_steps=1))
+    assert len(run.trajectories(1)) == 32 and len(set(run.prompts(1))) == 5
