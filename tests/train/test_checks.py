@@ -126,7 +126,7 @@ def greedy(**fields):
             f"max_length={PROMPT} + sample_params.max_tokens={RESPONSE} = 56 exceeds rollout_config.context_length=50",
         ),
         ({"worker": {"pack_max_length": 54}}, "can have 55 tokens, more than train_worker_cfg.pack_max_length=54"),
-        ({"worker": {"optimizer_steps": 13}}, "optimizer_steps=13 exceeds the 12 samples of a step (train_batch_size=3"),
+        ({"worker": {"optimizer_steps": 13}}, "optimizer_steps=13 exceeds the 12 samples of a step (train_batch"),
         ({"launcher": "local", "num_workers": 2}, "launcher='local' runs one worker, but resources.num_workers=2"),
         (
             {"num_workers": 3, "worker": {"fsdp_cfg": FSDPConfig(hsdp_sharding_size=2)}},

@@ -257,9 +257,7 @@ def test_skipped_updates_go_on_counting(model, tmp_path):
 def test_a_damaged_checkpoint_is_refused_by_name(model, tmp_path):
     first = fit(config(model, tmp_path, checkpoint_interval=3))
     named = first.path / "checkpoints" / "ckpt-step-3"
-    cfg = config(
-        model, tmp_path, total_train_steps=4, load_checkpoint_cfg=LoadCheckpointConfig(checkpoint_path=named)
-    )
+    cfg = config(model, tmp_path, total_train_steps=4, load_checkpoint_cfg=LoadCheckpointConfig(checkpoint_path=named))
     shutil.rmtree(named / "weights")
     with pytest.raises(FileNotFoundError, match="ckpt-step-3/weights: no rank-"):
         cfg.build()

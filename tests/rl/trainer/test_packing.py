@@ -50,9 +50,7 @@ def test_a_target_is_predicted_by_the_token_before_it(shared):
     assert set(got) == set(by_id)
     for rollout_id, found in got.items():
         s = by_id[rollout_id]
-        want = [
-            (s.input_ids[i], i, label, s.advantages[i]) for i, label in enumerate(s.labels) if label != IGNORE
-        ]
+        want = [(s.input_ids[i], i, label, s.advantages[i]) for i, label in enumerate(s.labels) if label != IGNORE]
         assert found == want
     assert sum(pack.layout.lengths) == len(ids)
     if shared:

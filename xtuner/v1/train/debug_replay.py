@@ -77,7 +77,10 @@ def read_groups(folder: Path, step: int) -> list[Group]:
         for number, line in enumerate(file, start=1):
             try:
                 groups.append([RolloutState.model_validate(sample) for sample in json.loads(line)])
-            except (ValidationError, json.JSONDecodeError, TypeError) as error:
+            except ValidationError as error:
+                faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+                raise ValueError(f"{path}:{number}: no group of samples: {'; '.join(faults)}") from error
+            except (json.JSONDecodeError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: no group of samples: {error}") from error
     return groups
 

@@ -142,9 +142,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     @model_validator(mode="after")
     def _consistent(self) -> "RLColocateTrainerConfig":
         if self.total_train_steps is None and self.total_epochs is None and not self.debug_train:
-            raise ValueError(
-                "total_train_steps=None and total_epochs=None: set one of them, else the run has no end."
-            )
+            raise ValueError("total_train_steps=None and total_epochs=None: set one of them, else the run has no end.")
         every = self.sync_weights_interval
         intervals = {"checkpoint_interval": self.checkpoint_interval, "hf_interval": self.hf_interval}
         if self.enable_evaluate:

@@ -117,9 +117,7 @@ class TrainingWorker:
         cfg = self.config
         frozen = {"recompute_ratio": 0.0, "requires_grad": False, "cpu_offload": False}
         fsdp_cfg = cfg.ref_model_fsdp_cfg or FSDPConfig(**(cfg.fsdp_cfg.model_dump() | frozen))
-        reference = TrainEngine(
-            cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size
-        )
+        reference = TrainEngine(cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size)
         reference.load_hf(cfg.ref_load_from or cfg.load_from)
         reference.offload()
         return reference
@@ -168,9 +166,7 @@ class TrainingWorker:
         """Forward and backward of every pack, one optimizer step. Fills `seen` with log-probs before it."""
         loss_cfg = self.config.loss_cfg
         corrections = [self._rollout_correction(pack, old) for pack in packs]
-        weighting = [
-            _loss_weights(loss_cfg, pack, keep) for pack, (_, keep, _) in zip(packs, corrections, strict=True)
-        ]
+        weighting = [_loss_weights(loss_cfg, pack, keep) for pack, (_, keep, _) in zip(packs, corrections, strict=True)]
         divisor = torch.stack([part for _, part in weighting]).sum()
         dist.all_reduce(divisor)
         divisor = divisor.clamp_min(torch.finfo(torch.float32).tiny)

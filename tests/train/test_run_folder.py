@@ -1,0 +1,159 @@
+"""The parts that a run's folder is written with."""
+
+import json
+
+import pytest
+
+from xtuner.v1.train.checkpoints import (
+    keep_newest,
+    newest_checkpoint,
+    read_state,
+    remove_leftovers,
+    saving,
+    write_state,
+)
+from xtuner.v1.train.experiment import META_FILE, Experiment, without_secrets
+from xtuner.v1.train.progress import Progress, step_line
+from xtuner.v1.train.run_log import MetricWriter, last_step
+from xtuner.v1.utils import lock, write_atomic, write_json
+
+from .helpers import read_rows
+
+
+class TestSaving:
+    def test_a_folder_is_there_only_when_it_is_complete(self, tmp_path):
+        final = tmp_path / "checkpoints" / "ckpt-step-3"
+        with saving(final) as part:
+            (part / "weights").write_text("w")
+            assert not final.exists()
+        assert (final / "weights").read_text() == "w"
+        with pytest.raises(RuntimeError, match=r"ckpt-step-3 could not be saved: OSError: disk full \(0\.0 MiB were"):
+            with saving(final) as part:
+                (part / "weights").write_text("half")
+                raise OSError("disk full")
+        assert (final / "weights").read_text() == "w", "the old one is untouched"
+        with pytest.raises(KeyboardInterrupt), saving(final):
+            raise KeyboardInterrupt
+        with saving(final) as part:
+            (part / "weights").write_text("new")
+        assert (final / "weights").read_text() == "new"
+        assert [p.name for p in final.parent.iterdir()] == ["ckpt-step-3"]
+
+    def test_newest_goes_by_number_and_needs_its_state(self, tmp_path):
+        assert newest_checkpoint(tmp_path) is None
+        for step in (9, 10, 11):
+            (tmp_path / "checkpoints" / f"ckpt-step-{step}").mkdir(parents=True)
+        for step in (9, 10):
+            write_state(tmp_path / "checkpoints" / f"ckpt-step-{step}", {"cur_step": step})
+        (tmp_path / "checkpoints" / ".ckpt-step-12.part").mkdir()
+        (tmp_path / "checkpoints" / "ckpt-step-best").mkdir()
+        found = newest_checkpoint(tmp_path)
+        assert found.name == "ckpt-step-10" and read_state(found) == {"cur_step": 10}
+        remove_leftovers(tmp_path)
+        assert not (tmp_path / "checkpoints" / ".ckpt-step-12.part").exists()
+        with pytest.raises(FileNotFoundError, match="ckpt-step-11.*no train_state.json"):
+            read_state(tmp_path / "checkpoints" / "ckpt-step-11")
+
+    def test_the_newest_by_number_are_kept(self, tmp_path):
+        for step in (2, 10, 4):
+            (tmp_path / f"hf-step-{step}" / "x").mkdir(parents=True)
+        assert [p.name for p in keep_newest(tmp_path, -1)] == ["hf-step-2", "hf-step-4", "hf-step-10"]
+        assert [p.name for p in keep_newest(tmp_path, 2)] == ["hf-step-4", "hf-step-10"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-step-10", "hf-step-4"]
+
+
+class TestExperiment:
+    def test_runs_of_one_second_have_folders_of_their_own(self, tmp_path):
+        paths = {Experiment(tmp_path, 3).path for _ in range(12)}
+        assert len(paths) == 12
+        listed = json.loads((tmp_path / META_FILE).read_text())["exps"]
+        assert {e["exp_dir"] for e in listed} == {str(p) for p in paths}
+
+    def test_two_runs_side_by_side_do_not_lose_each_other_s_entry(self, tmp_path):
+        one, two = Experiment(tmp_path, 3), Experiment(tmp_path, 3)
+        one.entry["cur_step"], two.entry["cur_step"] = 1, 2
+        one.close()
+        two.close()
+        listed = json.loads((tmp_path / META_FILE).read_text())["exps"]
+        assert [e["cur_step"] for e in listed] == [1, 2]
+
+    def test_the_newest_run_with_a_checkpoint_goes_on(self, tmp_path):
+        old = Experiment(tmp_path, 3)
+        write_json(old.path / "checkpoints" / "ckpt-step-1" / "train_state.json", {})
+        old.close()
+        resumed = Experiment(tmp_path, 3, resume=True)
+        assert resumed.path == old.path and resumed.checkpoint.name == "ckpt-step-1"
+        assert len(resumed.entry["history"]) == 2
+        with pytest.raises(RuntimeError, match="run of another process"):
+            Experiment(tmp_path, 3, resume=True)
+        resumed.close()
+        empty = Experiment(tmp_path, 3)
+        empty.close()
+        assert Experiment(tmp_path, 3, resume=True).path not in (old.path, empty.path)
+
+    def test_a_damaged_list_costs_nothing(self, tmp_path):
+        (tmp_path / META_FILE).write_text("{")
+        path = Experiment(tmp_path, 3).path
+        assert [e["exp_dir"] for e in json.loads((tmp_path / META_FILE).read_text())["exps"]] == [str(path)]
+
+
+def test_text_under_secret_names_is_hidden():
+    config = {"rollout": {"api_key": ["k1", "k2"], "eos_token": 3, "password": None}, "max_tokens": 8, "hf_token": "t"}
+    assert without_secrets(config) == {
+        "rollout": {"api_key": ["(hidden)", "(hidden)"], "eos_token": 3, "password": None},
+        "max_tokens": 8, "hf_token": "(hidden)",
+    }  # fmt: skip
+
+
+class TestMetricWriter:
+    def test_rows_beyond_the_resumed_step_and_torn_ones_go(self, tmp_path):
+        writer = MetricWriter(tmp_path, tensorboard=False)
+        for step in (1, 2, 3):
+            writer.step(step, {"step": float(step), "x": float("nan"), "y": step / 2})
+            writer.update(step, step, {"loss": 0.5})
+        writer.close()
+        assert read_rows(tmp_path / "metrics.jsonl")[0] == {"step": 1, "x": None, "y": 0.5}
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "x"')
+        assert last_step(tmp_path) == 3
+        again = MetricWriter(tmp_path, tensorboard=False, resume_step=2, resume_update=1)
+        again.step(3, {})
+        again.close()
+        assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+        assert [row["step"] for row in read_rows(tmp_path / "optimizer_steps.jsonl")] == [1]
+
+    def test_no_file_no_step(self, tmp_path):
+        assert last_step(tmp_path / "none") == 0
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_part(tmp_path):
+    path = tmp_path / "file.json"
+    write_json(path, {"a": 1})
+
+    def fail(part):
+        part.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, fail)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_lock_is_held_until_it_is_closed(tmp_path):
+    held = lock(tmp_path / ".lock")
+    with pytest.raises(BlockingIOError):
+        lock(tmp_path / ".lock")
+    held.close()
+    lock(tmp_path / ".lock").close()
+
+
+def test_the_step_line_shows_what_there_is(capsys):
+    line = step_line(3, 10, {"response/rewards/mean": 0.5, "eval/accuracy": 0.25, "time/step": 2.0}, 75.0)
+    assert line == "step 3/10  reward 0.500  accuracy 0.250  s 2.00  left 1:15"
+    assert step_line(0, 10, {"eval/accuracy": 0.25}, None) == "step 0/10  accuracy 0.250"
+    progress = Progress(10)
+    progress.step(0, {"eval/accuracy": 0.25})
+    progress.step(1, {"time/step": 2.0})
+    assert progress.accuracy == 0.25 and progress.times == [2.0]
+    progress.close()
