@@ -107,11 +107,15 @@ class DenseModel(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """Hidden states after the final norm. input_ids and position_ids int64 [T]; returns [T, H]."""
-        rotary = rotary_table(position_ids, self._frequencies_on(position_ids.device))
+        rotary = self.rotary(position_ids)
         hidden = self.embed_tokens(input_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, attention)
         return self.norm(hidden)
+
+    def rotary(self, position_ids: Tensor) -> RotaryTable:
+        """Angles of positions int64 [T]."""
+        return rotary_table(position_ids, self._frequencies_on(position_ids.device))
 
     def head_weight(self) -> Tensor:
         """[V, H]; the embedding's weight if they are tied."""

@@ -14,9 +14,9 @@ def round_up(value: int, step: int) -> int:
 
 
 class KVCache:
-    """Contiguous slots: the sequence in slot b has its rows at [b, 0:length] of every layer.
+    """Contiguous slots: the sequence in slot b has its rows at [b, head, 0:length] of every layer.
 
-    Storage is a rectangle of slots times length that grows on demand up to the budget and stays until
+    Storage is slots times heads times length and grows on demand up to the budget and stays until
     `free`. The running batch occupies slots [0, B), so decode attends to a view and gathers nothing.
     """
 
@@ -31,7 +31,7 @@ class KVCache:
         max_length: int,
     ) -> None:
         self.device, self.dtype = device, dtype
-        self._row = (num_kv_heads, head_dim)
+        self.num_heads, self._dim = num_kv_heads, head_dim
         self.row_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
         self._num_layers = num_layers
         self.places = torch.arange(round_up(max_length, LENGTH_STEP), device=device)
@@ -39,6 +39,8 @@ class KVCache:
         self.max_rows = 0
         self.max_length, self._max_slots = max_length, max_slots
         self.slots = self.length = 0
+        self._starts = self.places[:0]
+        """int64 [slots, Hkv], flat row of each head's first place."""
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -85,23 +87,29 @@ class KVCache:
         for tensors in (self.keys, self.values):
             for layer in range(self._num_layers):
                 # Zeros, not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN.
-                new = torch.zeros(slots, length, *self._row, dtype=self.dtype, device=self.device)
+                shape = (slots, self.num_heads, length, self._dim)
+                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 if self.slots:
-                    new[:live, :kept] = tensors[layer][:live, :kept]
+                    new[:live, :, :kept] = tensors[layer][:live, :, :kept]
                     tensors[layer] = new
                 else:
                     tensors.append(new)
         self.slots, self.length = slots, length
+        starts = torch.arange(slots * self.num_heads, device=self.device) * length
+        self._starts = starts.view(slots, self.num_heads)
+
+    def rows(self, slots: Tensor | slice, positions: Tensor) -> Tensor:
+        """Where tokens go: for R slots and positions int64 [R], flat rows int64 [R * Hkv] until the next `reserve`."""
+        return (self._starts[slots] + positions[:, None]).view(-1)
 
     def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [R, Hkv, D] into flat rows int64 [R] (slot * length + position)."""
-        self.keys[layer].view(-1, *self._row).index_copy_(0, rows, k)
-        self.values[layer].view(-1, *self._row).index_copy_(0, rows, v)
+        """Put k and v [R, Hkv, D] into `rows`."""
+        self.keys[layer].view(-1, self._dim).index_copy_(0, rows, k.reshape(-1, self._dim))
+        self.values[layer].view(-1, self._dim).index_copy_(0, rows, v.reshape(-1, self._dim))
 
     def view(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first slots and places: [B, Hkv, L, D] each, without a copy."""
-        keys, values = self.keys[layer], self.values[layer]
-        return keys[:slots, :length].transpose(1, 2), values[:slots, :length].transpose(1, 2)
+        return self.keys[layer][:slots, :, :length], self.values[layer][:slots, :, :length]
 
     @torch.inference_mode()
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
@@ -112,7 +120,7 @@ class KVCache:
         target = torch.tensor(targets, device=self.device)
         for tensors in (self.keys, self.values):
             for tensor in tensors:
-                view = tensor[:, :length]
+                view = tensor[:, :, :length]
                 view[target] = view[source]
 
     def free(self) -> None:
