@@ -3,12 +3,12 @@
 from functools import partial
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from xtuner.v1.config import FSDPConfig
+from xtuner.v1.model.dense import DenseModel
 
 
 def build_mesh(cfg: FSDPConfig, world_size: int, device_type: str) -> DeviceMesh:
@@ -31,17 +31,15 @@ def compute_dtype(cfg: FSDPConfig, device: torch.device) -> torch.dtype:
     return cfg.param_dtype if device.type == "cuda" else cfg.cpu_param_dtype
 
 
-def shard_model(
-    model: nn.Module, layers: nn.ModuleList, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device
-) -> None:
+def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
     """Make every layer an FSDP2 unit and the model the root, in place.
 
     Recomputation and compilation sit inside a unit's forward, so parameter names stay as they are.
     """
-    recomputed = round(cfg.recompute_ratio * len(layers)) if cfg.requires_grad else 0
-    for index, layer in enumerate(layers):
-        if cfg.torch_compile and device.type == "cuda":
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+    if cfg.torch_compile and device.type == "cuda":
+        model.compile_layers()
+    recomputed = round(cfg.recompute_ratio * len(model.layers)) if cfg.requires_grad else 0
+    for index, layer in enumerate(model.layers):
         if index < recomputed:
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=cfg.checkpoint_preserve_rng_state
@@ -54,6 +52,6 @@ def shard_model(
     if cfg.fp32_lm_head:
         root_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce_dtype)
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload)
-    for layer in layers:
+    for layer in model.layers:
         shard(layer, mp_policy=policy)
     shard(model, mp_policy=root_policy)

@@ -60,7 +60,7 @@ class TrainEngine:
         self.model = model_cfg.build(device="meta").to(torch.float32)
         if optim_cfg is None:
             self.model.requires_grad_(False)
-        shard_model(self.model, self.model.layers, fsdp_cfg, self.mesh, device)
+        shard_model(self.model, fsdp_cfg, self.mesh, device)
         self.model.to_empty(device="cpu" if self.cpu_offload else device)
         self.optimizer = self._build_optimizer() if optim_cfg else None
 

@@ -141,7 +141,7 @@ class RLColocateTrainer:
             optimizer_steps=min(worker.optimizer_steps, count),
             pack_max_length=worker.pack_max_length,
             hidden_size=worker.model_cfg.hidden_size,
-            share_prompts=worker.shares_prompts(self.device),
+            share_prompts=worker.share_prompts,
             pad_multiple=1 if self.device.type == "cpu" else 64,
             seed=None if cfg.deterministic else cfg.seed + step,
         )

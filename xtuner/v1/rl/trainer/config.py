@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, XTunerConfig
@@ -41,8 +40,8 @@ class WorkerConfig(XTunerConfig):
     """Weights travel to the engine in buckets of this size (GiB)."""
     seed: int | None = None
     """None: the trainer's."""
-    share_prompts: bool | None = None
-    """Compute the prompt of a group once for its K responses. Exact. None: on a CPU yes, on a GPU no."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for its K responses. Exact: the responses do not see each other."""
     max_consecutive_skips: int = Field(10, ge=1)
     """The run stops after this many skipped updates in a row (non-finite or too large gradient norm)."""
     profile_step: list[int] | int | None = None
@@ -85,7 +84,3 @@ class WorkerConfig(XTunerConfig):
     def bucket_bytes(self) -> int:
         """Size of a weight bucket in bytes."""
         return int(self.update_weight_bucket_size_in_gb * 2**30)
-
-    def shares_prompts(self, device: torch.device) -> bool:
-        """Whether siblings share the rows of their prompt on this device."""
-        return device.type == "cpu" if self.share_prompts is None else self.share_prompts
