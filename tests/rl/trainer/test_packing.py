@@ -119,3 +119,17 @@ def test_same_seed_same_packs_other_seed_others():
         return [p.rollout_ids for part in out[0] for p in part]
 
     assert order(1) == order(1) != order(2)
+
+
+def test_an_update_has_the_same_samples_whatever_ranks_and_packs():
+    def updates(ranks, length, shared, pad):
+        out = pack_samples(
+            many(24, 6), ranks=ranks, optimizer_steps=3, pack_max_length=length, hidden_size=8, share_prompts=shared,
+            pad_multiple=pad, seed=5,
+        )  # fmt: skip
+        return [sorted(i for rank in out for pack in rank[step] for i in pack.rollout_ids) for step in range(3)]
+
+    one = updates(1, 4096, True, 1)
+    assert [len(update) for update in one] == [8, 8, 8]
+    for other in ((2, 4096, True, 1), (4, 256, True, 1), (3, 128, False, 64)):
+        assert updates(*other) == one

@@ -2,7 +2,7 @@
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,26 +30,50 @@ def _unit(samples: list[TrainingSample], shared: bool, hidden_size: int) -> _Uni
     return _Unit(samples, rows, rows + context / (6 * hidden_size))
 
 
+def _siblings(
+    samples: Sequence[TrainingSample], fits: Callable[[list[TrainingSample]], bool]
+) -> list[list[TrainingSample]]:
+    """Samples with one prompt together, cut where `fits` says that a part is too large."""
+    by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(tuple(sample.input_ids[: sample.prompt_len]), []).append(sample)
+    parts: list[list[TrainingSample]] = []
+    for siblings in by_prompt.values():
+        current: list[TrainingSample] = []
+        for sample in siblings:
+            if current and not fits([*current, sample]):
+                parts.append(current)
+                current = []
+            current = [*current, sample]
+        parts.append(current)
+    return parts
+
+
+def split_updates(samples: Sequence[TrainingSample], optimizer_steps: int) -> list[list[TrainingSample]]:
+    """One slice of samples an optimizer step, about equally many, siblings together where that allows it.
+
+    Which sample belongs to which update does not depend on ranks, packs or device.
+    """
+    if optimizer_steps == 1:
+        return [list(samples)]
+    most = max(1, len(samples) // (2 * optimizer_steps))
+    slices: list[list[TrainingSample]] = [[] for _ in range(optimizer_steps)]
+    for part in sorted(_siblings(samples, lambda part: len(part) <= most), key=lambda part: -len(part)):
+        min(slices, key=len).extend(part)
+    return slices
+
+
 def make_units(
     samples: Sequence[TrainingSample], share_prompts: bool, max_rows: int, hidden_size: int, max_samples: int
 ) -> list[_Unit]:
     """Siblings with one prompt become one unit of at most `max_rows` rows and `max_samples` samples."""
     if not share_prompts:
         return [_unit([s], False, hidden_size) for s in samples]
-    by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
-    for sample in samples:
-        by_prompt.setdefault(tuple(sample.input_ids[: sample.prompt_len]), []).append(sample)
-    units: list[_Unit] = []
-    for siblings in by_prompt.values():
-        current: list[TrainingSample] = []
-        for sample in siblings:
-            grown = [*current, sample]
-            if current and (len(grown) > max_samples or _unit(grown, True, hidden_size).rows > max_rows):
-                units.append(_unit(current, True, hidden_size))
-                grown = [sample]
-            current = grown
-        units.append(_unit(current, True, hidden_size))
-    return units
+
+    def fits(part: list[TrainingSample]) -> bool:
+        return len(part) <= max_samples and _unit(part, True, hidden_size).rows <= max_rows
+
+    return [_unit(part, True, hidden_size) for part in _siblings(samples, fits)]
 
 
 def balance(units: Sequence[_Unit], bins: int, max_rows: int) -> list[list[_Unit]] | None:
@@ -146,9 +170,9 @@ def pack_samples(
 ) -> list[list[list[PackedBatch]]]:
     """Packs by rank and optimizer step: `out[rank][step]` is a list of packs, as long on every rank.
 
-    Samples are shuffled by `seed` (None: kept in order), units dealt over `optimizer_steps` slices so that each
-    has about the same number of samples, and each slice over the ranks by cost. A rank gets a pack without
-    samples only where a slice has fewer units than ranks.
+    Samples are shuffled by `seed` (None: kept in order), dealt over the updates (`split_updates`), and those of an
+    update over the ranks by cost. A rank gets a pack without samples only where an update has fewer samples than
+    ranks.
 
     Raises:
         ValueError: fewer samples than optimizer steps, or a sample longer than `pack_max_length`.
@@ -164,21 +188,14 @@ def pack_samples(
     order = list(samples)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    per_unit = max(1, len(order) // (2 * ranks * optimizer_steps))
     room = max(longest, pack_max_length // pad_multiple * pad_multiple)
-    units = make_units(order, share_prompts, room, hidden_size, per_unit)
-    slices: list[list[_Unit]] = [[] for _ in range(optimizer_steps)]
-    filled = [0] * optimizer_steps
-    for unit in sorted(units, key=lambda u: -len(u.samples)):
-        target = min(range(optimizer_steps), key=lambda i: filled[i])
-        slices[target].append(unit)
-        filled[target] += len(unit.samples)
     out: list[list[list[PackedBatch]]] = [[] for _ in range(ranks)]
-    for part in slices:
-        per_rank = -(-sum(u.rows for u in part) // (room * ranks)) or 1
-        while (bins := balance(part, per_rank * ranks, room)) is None:
+    for part in split_updates(order, optimizer_steps):
+        # Parts of a group small enough that the ranks can be given equally much.
+        units = make_units(part, share_prompts, room, hidden_size, max(1, len(part) // (2 * ranks)))
+        per_rank = -(-sum(u.rows for u in units) // (room * ranks)) or 1
+        while (bins := balance(units, per_rank * ranks, room)) is None:
             per_rank += 1
         for rank in range(ranks):
-            packs = bins[rank::ranks]
-            out[rank].append([make_pack(units, share_prompts, pad_multiple) for units in packs])
+            out[rank].append([make_pack(pack, share_prompts, pad_multiple) for pack in bins[rank::ranks]])
     return out
