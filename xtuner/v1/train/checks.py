@@ -15,6 +15,9 @@ from .debug_replay import replay_problem
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
 
+_NO_WEIGHTS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"}
+"""Fields of a model configuration that change neither its parameters nor what they compute."""
+
 
 def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     """Problems that would stop the run, each with field, value and the way out. Doubts are logged as warnings."""
@@ -76,7 +79,7 @@ def _check_model(cfg: "RLColocateTrainerConfig", field: str, path: str | Path) -
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
     """(name, our value, their value) where two model configurations compute differently."""
     found: list[tuple[str, Any, Any]] = []
-    for name in ours.keys() & theirs.keys() - {"bos_token_id", "eos_token_id", "pad_token_id"}:
+    for name in ours.keys() & theirs.keys() - _NO_WEIGHTS:
         mine, other = ours[name], theirs[name]
         if isinstance(mine, dict) and isinstance(other, dict):
             found += _differences(mine, other, f"{prefix}{name}.")

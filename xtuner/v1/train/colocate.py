@@ -259,9 +259,9 @@ class RLColocateTrainer:
 
     def _build_rollout(self) -> None:
         cfg = self.cfg
-        engine = cfg.rollout_config
-        if cfg.debug_rollout:  # no trainer will push the initial weights
-            engine = engine.model_copy(update={"model_path": cfg.load_from, "skip_load_weights": False})
+        # The trainer pushes weights before the first request; without a trainer the engine reads the initial ones.
+        changes = {"model_path": cfg.load_from, "skip_load_weights": False} if cfg.debug_rollout else {}
+        engine = cfg.rollout_config.model_copy(update={"skip_load_weights": True} | changes)
         self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, self.device.type)
         self.replay_buffer = cfg.replay_buffer_config.build()
         self.manager = cfg.agent_loop_manager_cfg.build(
