@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from xtuner.v1.rl.utils import WorkerLostError
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 
-from .helpers import close, config, fit, read_rows, with_evaluation
+from .helpers import close, config, fit, read_rows, spread, with_evaluation
 
 ray = pytest.importorskip("ray")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,6 +77,38 @@ def test_two_ranks_equal_one_and_go_on_from_its_checkpoint(model, tmp_path, clus
     close(two.weights(3), one.weights(3), atol=2e-3)
 
 
+def descendants(pid: int) -> set[int]:
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | descendants(child)
+    return found
+
+
+class KillsAWorker:
+    """In step 2, a process of Ray that holds a rank."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, response, label, extra_info):
+        self.calls += 1
+        if self.calls == 13:
+            hosts = [p for p in descendants(os.getpid()) if b"ray::Host" in Path(f"/proc/{p}/cmdline").read_bytes()]
+            assert len(hosts) == 2
+            os.kill(hosts[0], signal.SIGKILL)
+        return spread(response, label, extra_info)
+
+
+def test_a_rank_that_dies_ends_the_run_by_name(model, tmp_path, cluster):
+    trainer = config(model, tmp_path, num_workers=2, task={"reward": KillsAWorker()}).build()
+    start = time.monotonic()
+    with pytest.raises(WorkerLostError, match=r"worker '(train|rollout)_[01]' died during"):
+        trainer.fit()
+    assert time.monotonic() - start < 60 and trainer.closed
+    assert [row["step"] for row in read_rows(trainer.run_dir / "logs" / "metrics.jsonl")] == [1]
+
+
 CHILD = """
 import sys, time
 from pathlib import Path
@@ -91,14 +124,6 @@ def slow(response, label, extra_info, calls=[]):
 
 config(Path({model!r}), Path({folder!r}), launcher="ray", task={{"reward": slow}}).build().fit()
 """
-
-
-def descendants(pid: int) -> set[int]:
-    found = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | descendants(child)
-    return found
 
 
 def alive(pid: int) -> bool:

@@ -65,3 +65,10 @@ def test_groups_without_signal_are_counted():
     report = build_samples(groups, GRPOAdvantageConfig().build(), 64)
     assert report.metrics["no_signal_group_share"] == 0.5
     assert [s.advantages[-1] for s in report.samples[:2]] == [0.0, 0.0]
+
+
+def test_a_response_without_a_trained_token_is_counted_and_left_out():
+    group = [state(0, response_mask=[0, 0, 0]), state(1, score=0.0)]
+    report = build_samples([group], GRPOAdvantageConfig().build(), 64)
+    assert [s.rollout_id for s in report.samples] == [1]
+    assert report.dropped == {"all_masked": 1} and report.metrics["dropped/all_masked"] == 1
