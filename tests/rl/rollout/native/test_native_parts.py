@@ -22,9 +22,11 @@ def _cache(rows, max_slots=64, max_length=512):
 def _fill(cache, slots, length):
     generator = torch.Generator().manual_seed(0)
     content = torch.randn(2, 2, slots, length, 2, 4, generator=generator)
-    rows = cache.rows(torch.arange(slots).repeat_interleave(length), torch.arange(length).repeat(slots))
     for layer in range(2):
-        cache.write(layer, rows, content[layer, 0].flatten(0, 1), content[layer, 1].flatten(0, 1))
+        k, v = content[layer].transpose(2, 3)
+        cache.fill(layer, 0, k[..., :-1, :], v[..., :-1, :])
+        last = torch.full((slots,), length - 1)
+        cache.append(layer, last, k[..., -1, :], v[..., -1, :])
     return content
 
 

@@ -29,18 +29,19 @@ class KVCache:
         device: torch.device,
         max_slots: int,
         max_length: int,
+        keys_by_column: bool = False,
     ) -> None:
+        """keys_by_column: a place of a head's keys is a column in memory, which suits plain products with them."""
+        self._keys_by_column = keys_by_column
         self.device, self.dtype = device, dtype
         self.num_heads, self._dim = num_kv_heads, head_dim
         self.row_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
         self._num_layers = num_layers
-        self.places = torch.arange(round_up(max_length, LENGTH_STEP), device=device)
-        """0, 1, 2, … up to the longest sequence."""
+        self.places = torch.arange(max(round_up(max_length, LENGTH_STEP), max_slots), device=device)
+        """0, 1, 2, … for slots and places."""
         self.max_rows = 0
         self.max_length, self._max_slots = max_length, max_slots
         self.slots = self.length = 0
-        self._starts = self.places[:0]
-        """int64 [slots, Hkv], flat row of each head's first place."""
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -86,26 +87,34 @@ class KVCache:
         kept = min(length, self.length)
         for tensors in (self.keys, self.values):
             for layer in range(self._num_layers):
-                # Zeros, not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN.
-                shape = (slots, self.num_heads, length, self._dim)
-                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                new = self._allocate(slots, length, tensors is self.keys and self._keys_by_column)
                 if self.slots:
                     new[:live, :, :kept] = tensors[layer][:live, :, :kept]
                     tensors[layer] = new
                 else:
                     tensors.append(new)
         self.slots, self.length = slots, length
-        starts = torch.arange(slots * self.num_heads, device=self.device) * length
-        self._starts = starts.view(slots, self.num_heads)
 
-    def rows(self, slots: Tensor | slice, positions: Tensor) -> Tensor:
-        """Where tokens go: for R slots and positions int64 [R], flat rows int64 [R * Hkv] until the next `reserve`."""
-        return (self._starts[slots] + positions[:, None]).view(-1)
+    def _allocate(self, slots: int, length: int, by_column: bool) -> Tensor:
+        """[slots, Hkv, length, D] of zeros, not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN."""
+        if by_column:
+            return self._allocate_rows(slots, self._dim, length).transpose(2, 3)
+        return self._allocate_rows(slots, length, self._dim)
 
-    def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [R, Hkv, D] into `rows`."""
-        self.keys[layer].view(-1, self._dim).index_copy_(0, rows, k.reshape(-1, self._dim))
-        self.values[layer].view(-1, self._dim).index_copy_(0, rows, v.reshape(-1, self._dim))
+    def _allocate_rows(self, slots: int, rows: int, width: int) -> Tensor:
+        return torch.zeros(slots, self.num_heads, rows, width, dtype=self.dtype, device=self.device)
+
+    def fill(self, layer: int, first_slot: int, k: Tensor, v: Tensor) -> None:
+        """Put k and v [R, Hkv, P, D] into the first places of R slots."""
+        slots = slice(first_slot, first_slot + k.shape[0])
+        self.keys[layer][slots, :, : k.shape[2]] = k
+        self.values[layer][slots, :, : v.shape[2]] = v
+
+    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [B, Hkv, D] into the first B slots, at positions int64 [B]."""
+        slots = self.places[: k.shape[0]]
+        self.keys[layer][slots, :, positions] = k
+        self.values[layer][slots, :, positions] = v
 
     def view(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first slots and places: [B, Hkv, L, D] each, without a copy."""

@@ -96,6 +96,7 @@ class NativeEngine:
         self._cache = KVCache(
             config.num_hidden_layers, a.num_key_value_heads, a.head_dim, self.dtype, self.device,
             max_slots=self._max_batch_size, max_length=context,
+            keys_by_column=self.device.type == "cpu" and self.dtype == torch.float32,
         )  # fmt: skip
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._runner = ModelRunner(self._model, self._cache)

@@ -16,21 +16,24 @@ from .decode_route import DecodeRoute
 class PrefillAttention:
     """Attention inside packed prompts that also fills the cache.
 
-    A row of the pack goes to one or more slots: the place that `targets` names i-th gets pack row `sources[i]`,
-    so the siblings of a prompt share its forward. `sources` None: pack rows in order.
+    `sources` int64 [U, P]: the pack's rows of each prompt, padded with its last; `which` int64 [B]: the prompt of
+    each slot from `first_slot` on, so that siblings share its forward.
     """
 
-    def __init__(self, cache: KVCache, packed: PackedAttention, targets: Tensor, sources: Tensor | None) -> None:
+    def __init__(
+        self, cache: KVCache, packed: PackedAttention, first_slot: int, sources: Tensor, which: Tensor
+    ) -> None:
         self._cache, self._packed = cache, packed
-        self._targets, self._sources = targets, sources
+        self._first_slot, self._sources, self._which = first_slot, sources, which
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if self._sources is None:
-            self._cache.write(layer, self._targets, k, v)
-        else:
-            k_all, v_all = k.index_select(0, self._sources), v.index_select(0, self._sources)
-            self._cache.write(layer, self._targets, k_all, v_all)
+        self._cache.fill(layer, self._first_slot, self._spread(k), self._spread(v))
         return self._packed.attend(layer, q, k, v, scale)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """[T, Hkv, D] -> [B, Hkv, P, D]. What is padding for one slot is masked until its own tokens replace it."""
+        rows = x.index_select(0, self._sources.view(-1)).view(*self._sources.shape, *x.shape[1:])
+        return rows.transpose(1, 2).contiguous().index_select(0, self._which)
 
 
 class DecodeAttention:
@@ -38,14 +41,14 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, positions: Tensor, seen: int) -> None:
         """positions int64 [B] of the new rows, all below `seen`."""
-        self._cache, self._rows = cache, cache.rows(slice(len(positions)), positions)
+        self._cache, self._positions = cache, positions
         mask = torch.zeros(len(positions), seen, dtype=cache.dtype, device=cache.device)
         mask.masked_fill_(cache.places[:seen] > positions[:, None], -torch.inf)
         self._mask = mask[:, None, None, :]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         batch, heads, dim = q.shape
-        self._cache.write(layer, self._rows, k, v)
+        self._cache.append(layer, self._positions, k, v)
         keys, values = self._cache.view(layer, batch, self._mask.shape[-1])
         # The queries of a group take the place of a query length: keys and values are not expanded.
         grouped = q.view(batch, k.shape[1], -1, dim)
@@ -57,13 +60,13 @@ class EagerDecodeAttention:
     """The same by plain products, which for float32 on a CPU are faster than the fused kernel."""
 
     def __init__(self, cache: KVCache, positions: Tensor, seen: int) -> None:
-        self._cache, self._rows = cache, cache.rows(slice(len(positions)), positions)
+        self._cache, self._positions = cache, positions
         mask = torch.where(cache.places[:seen] > positions[:, None], -torch.inf, 0.0)
-        self._mask = mask.repeat_interleave(cache.num_heads, 0)[:, None]
+        self._mask = mask[:, None].expand(-1, cache.num_heads, -1).reshape(-1, 1, seen)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         batch, heads, dim = q.shape
-        self._cache.write(layer, self._rows, k, v)
+        self._cache.append(layer, self._positions, k, v)
         keys, values = (t.flatten(0, 1) for t in self._cache.view(layer, batch, self._mask.shape[-1]))
         # The queries of a group are the rows of one product.
         grouped = q.reshape(keys.shape[0], -1, dim)
@@ -76,11 +79,10 @@ class ModelRunner:
 
     def __init__(self, model: DenseModel, cache: KVCache) -> None:
         self.model, self.cache = model, cache
-        on_cpu = cache.device.type == "cpu"
-        self._decode_hidden = DecodeRoute(model, cache) if on_cpu else model.hidden_states
-        self._decode_attention = (
-            EagerDecodeAttention if on_cpu and cache.dtype == torch.float32 else DecodeAttention
-        )
+        self._on_cpu = cache.device.type == "cpu"
+        self._decode_hidden = DecodeRoute(model, cache) if self._on_cpu else model.hidden_states
+        eager = self._on_cpu and cache.dtype == torch.float32
+        self._decode_attention = EagerDecodeAttention if eager else DecodeAttention
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 
@@ -92,24 +94,22 @@ class ModelRunner:
         lengths = np.array([ids.size for ids in members])
         starts = np.concatenate(([0], lengths.cumsum()[:-1]))
         places = [np.arange(n) for n in lengths]
-        slots = self._put(np.repeat(np.arange(first_slot, first_slot + len(prompts)), lengths[which]))
-        targets = self.cache.rows(slots, self._put(np.concatenate([places[u] for u in which])))
-        sources = None
-        if len(unique) < len(prompts):
-            sources = self._put(np.concatenate([starts[u] + places[u] for u in which]))
+        sources = starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+        of_slots = self._put(np.array(which))
         packed = PackedAttention(SegmentLayout(lengths.tolist(), [-1] * len(members)), self.cache.device)
-        attention = PrefillAttention(self.cache, packed, targets, sources)
+        attention = PrefillAttention(self.cache, packed, first_slot, self._put(sources), of_slots)
         self.prefilled_rows += int(lengths.sum())
         ids, positions = self._put(np.concatenate(members)), self._put(np.concatenate(places))
         hidden = self.model.hidden_states(ids, positions, attention)
         logits = self.model.logits(hidden.index_select(0, self._put(starts + lengths - 1)))
-        return logits if sources is None else logits.index_select(0, self._put(np.array(which)))
+        return logits.index_select(0, of_slots)
 
     def decode(self, last_tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
         """last_tokens and lengths int64 [B] of slots [0, B); the last token is not in the cache yet."""
-        ids_B, positions_B = self._put(np.stack((last_tokens, lengths - 1)))
+        ids_B, positions_B = self._put(last_tokens), self._put(lengths - 1)
         attention = self._decode_attention(self.cache, positions_B, round_up(int(lengths.max()), LENGTH_STEP))
         return self.model.logits(self._decode_hidden(ids_B, positions_B, attention))
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.cache.device)
+        tensor = torch.from_numpy(array.astype(np.int64, copy=False))
+        return tensor if self._on_cpu else tensor.to(self.cache.device)

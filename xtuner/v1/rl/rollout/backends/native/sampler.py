@@ -181,18 +181,16 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     scaled = scores if batch.inv_temperature is None else scores * batch.inv_temperature
     if batch.truncation is not None:
         scaled = _truncate(scaled, batch.truncation)
-    scaled = scaled - scaled.amax(-1, keepdim=True)
-    weights = scaled.exp()
+    weights = scaled.softmax(-1)
     cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:]
     # The largest uniform number times the total rounds below the total, so the first entry above the product
     # exists, and it is one that the sum rose at: a token whose weight is not 0.
-    tokens = torch.searchsorted(cumulative, batch.uniform * total, right=True)
+    tokens = torch.searchsorted(cumulative, batch.uniform * cumulative[:, -1:], right=True)
     tokens.clamp_(max=logits.shape[1] - 1)  # where the logits are NaN
     if logits.is_cuda:
         # A parallel prefix sum may rise by a rounding error at a token of weight 0.
         tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
-    logprobs = scaled.gather(1, tokens).sub_(total.log())[:, 0]
+    logprobs = weights.gather(1, tokens).log_()[:, 0]
     tokens = tokens[:, 0]
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy, scores.argmax(-1), tokens)
