@@ -21,7 +21,7 @@ from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
 from .runner import ModelRunner
 from .sampler import SamplingBatch, sample
 from .scheduler import Scheduler, Sequence
-from .weights import drop_weights, replace_weights, restore_weights
+from .weights import drop_weights, lay_out_by_input, memory_layout, replace_weights, restore_weights
 
 _HEADROOM = 64
 """Tokens of growth that must fit beside the current ones before one more sequence is admitted."""
@@ -86,7 +86,10 @@ class NativeEngine:
         if bad := [i for i in eos_ids if not 0 <= i < config.vocab_size]:
             raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
         self._model = config.build(self.device, self.dtype).requires_grad_(False).eval()
-        self._shapes = {name: param.shape for name, param in self._model.named_parameters()}
+        plain_products = self.device.type == "cpu" and self.dtype == torch.float32
+        if plain_products:
+            lay_out_by_input(self._model)
+        self._layout = memory_layout(self._model)
         self._obstacle = {}
         if self._load_weights:
             load_hf_model(self._model, self.model_path)
@@ -96,7 +99,7 @@ class NativeEngine:
         self._cache = KVCache(
             config.num_hidden_layers, a.num_key_value_heads, a.head_dim, self.dtype, self.device,
             max_slots=self._max_batch_size, max_length=context,
-            keys_by_column=self.device.type == "cpu" and self.dtype == torch.float32,
+            keys_by_column=plain_products,
         )  # fmt: skip
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._runner = ModelRunner(self._model, self._cache)
@@ -129,7 +132,7 @@ class NativeEngine:
 
     async def wake(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
         if "weights" in tags and "weights" in self._obstacle:
-            restore_weights(self._model, self._shapes)
+            restore_weights(self._model, self._layout)
             del self._obstacle["weights"]
         if "kv_cache" in tags and "kv_cache" in self._obstacle:
             del self._obstacle["kv_cache"]

