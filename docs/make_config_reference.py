@@ -3,8 +3,12 @@
     python docs/make_config_reference.py [--check]
 """
 
+import functools
 import importlib
+import operator
 import sys
+import types
+import typing
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
@@ -63,7 +67,17 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def _plain(annotation):
+    """Without what validators add: their addresses differ from run to run."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _plain(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_plain, typing.get_args(annotation)))
+    return annotation
+
+
 def _type(annotation) -> str:
+    annotation = _plain(annotation)
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     for prefix in ("typing.", "pathlib.", "collections.abc.", "torch."):
         text = text.replace(prefix, "")
@@ -77,6 +91,8 @@ def _default(field) -> str:
     if field.default_factory is not None:
         return "see type" if isinstance(field.default_factory, type) else "computed"
     value = field.default
+    if isinstance(value, types.FunctionType):
+        return f"`{value.__name__}`"
     return "" if value is PydanticUndefined else f"`{value}`".replace("|", "\\|")
 
 
