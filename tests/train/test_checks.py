@@ -106,16 +106,16 @@ def test_a_worker_refuses_what_it_cannot_do(model, tmp_path, changes, message):
 # ---------------------------------------------------------------- by check, and by build
 
 
-def greedy(**fields):
-    return {"task": {"params": SampleParams(max_tokens=RESPONSE, **fields)}}
+def sampling(**fields):
+    return {"task": {"params": SampleParams(**({"max_tokens": RESPONSE} | fields))}}
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (greedy(temperature=0.0), "train: sample_params.temperature=0.0, top_k=0 is greedy"),
-        (greedy(top_k=1), "temperature=1.0, top_k=1 is greedy"),
-        (greedy(return_logprob=False), "return_logprob and return_token_ids must be True"),
+        (sampling(temperature=0.0), "train: sample_params.temperature=0.0, top_k=0 is greedy"),
+        (sampling(top_k=1), "temperature=1.0, top_k=1 is greedy"),
+        (sampling(return_logprob=False), "return_logprob and return_token_ids must be True"),
         ({"task": {"k": 1}}, "prompt_repeat_k=1, but a group needs at least 2 responses: GRPOAdvantageConfig"),
         ({"task": {"k": 1}, "advantage_estimator_config": RLOOAdvantageConfig()}, "at least 2 responses: RLOO"),
         ({"task": {"k": 1}, "advantage_estimator_config": OPOAdvantageConfig()}, "at least 2 responses: OPO"),
@@ -124,6 +124,10 @@ def greedy(**fields):
         (
             {"rollout": {"context_length": 50}},
             f"max_length={PROMPT} + sample_params.max_tokens={RESPONSE} = 56 exceeds rollout_config.context_length=50",
+        ),
+        (
+            {"rollout": {"context_length": None}, **sampling(max_tokens=500), "worker": {"pack_max_length": 999}},
+            "= 548 exceeds the model's max_position_embeddings=512; choose another model or lower one of them",
         ),
         ({"worker": {"pack_max_length": 54}}, "can have 55 tokens, more than train_worker_cfg.pack_max_length=54"),
         ({"worker": {"optimizer_steps": 13}}, "optimizer_steps=13 exceeds the 12 samples of a step (train_batch"),
@@ -165,7 +169,7 @@ def test_what_would_stop_the_run_is_told_before(model, tmp_path, changes, messag
 
 
 def test_all_problems_are_told_at_once(model, tmp_path):
-    text = problems_of(model, tmp_path, tokenizer_path="/no/such", enable_evaluate=True, **greedy(temperature=0.0))
+    text = problems_of(model, tmp_path, tokenizer_path="/no/such", enable_evaluate=True, **sampling(temperature=0.0))
     assert len(text.splitlines()) == 3
 
 
@@ -218,7 +222,7 @@ def test_a_folder_without_weights_or_of_a_strange_family_is_told(model, tmp_path
 def test_sampling_that_is_not_the_model_s_own_is_a_doubt(model, tmp_path, params, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
-    assert problems_of(model, tmp_path, **greedy(**params)) == ""
+    assert problems_of(model, tmp_path, **sampling(**params)) == ""
     ((name, value),) = params.items()
     assert len(said) == 1 and f"{name}={value} change the sampled distribution" in said[0]
 

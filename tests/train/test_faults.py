@@ -17,7 +17,7 @@ from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
 from xtuner.v1.datasets.rl_tokenize_fn import RLTextTokenizeFnConfig
 from xtuner.v1.rl.agent_loop_manager import SamplerConfig, SyncProduceStrategyConfig
 from xtuner.v1.rl.utils import peer
-from xtuner.v1.utils import lock
+from xtuner.v1.utils import lock_file
 
 from .helpers import config, fit, read_rows, write_model, write_prompts
 
@@ -34,7 +34,7 @@ def fails(cfg, message: str) -> Path:
     for name in ("train_0", "rollout_0"):
         with pytest.raises(KeyError):
             peer(name)
-    lock(trainer.run_dir / ".lock").close()
+    lock_file(trainer.run_dir / ".lock").close()
     pools = {t for t in set(threading.enumerate()) - threads if "ThreadPool" in t.name or "asyncio" in t.name}
     assert not pools
     return trainer.run_dir

@@ -23,9 +23,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("OMP_NUM_THREADS", "1")
-        ray.init(
-            address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False
-        )
+        ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
         yield
         ray.shutdown()
 

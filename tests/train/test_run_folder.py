@@ -15,7 +15,7 @@ from xtuner.v1.train.checkpoints import (
 from xtuner.v1.train.experiment import META_FILE, Experiment, without_secrets
 from xtuner.v1.train.progress import Progress, step_line
 from xtuner.v1.train.run_log import MetricWriter, last_step
-from xtuner.v1.utils import lock, write_atomic, write_json
+from xtuner.v1.utils import lock_file, write_atomic, write_json
 
 from .helpers import read_rows
 
@@ -141,11 +141,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_part(tmp_path):
 
 
 def test_a_lock_is_held_until_it_is_closed(tmp_path):
-    held = lock(tmp_path / ".lock")
+    held = lock_file(tmp_path / ".lock")
     with pytest.raises(BlockingIOError):
-        lock(tmp_path / ".lock")
+        lock_file(tmp_path / ".lock")
     held.close()
-    lock(tmp_path / ".lock").close()
+    lock_file(tmp_path / ".lock").close()
 
 
 def test_the_step_line_shows_what_there_is(capsys):

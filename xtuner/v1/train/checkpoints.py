@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xtuner.v1.utils import get_logger, remove, replace, write_json
+from xtuner.v1.utils import get_logger, move_into_place, remove_path, write_json
 
 STATE_FILE = "train_state.json"
 _NAME = re.compile(r"(?:ckpt|hf)-step-(\d+)")
@@ -23,13 +23,13 @@ def saving(final: Path) -> Iterator[Path]:
         RuntimeError: it could not be filled; names the path, what was written and what is free.
     """
     part = final.with_name(f".{final.name}.part")
-    remove(part)
+    remove_path(part)
     try:
         part.mkdir(parents=True)
         yield part
         if final.exists():
             _hide_and_remove(final)
-        replace(part, final)
+        move_into_place(part, final)
     except Exception as error:
         written = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
         free = shutil.disk_usage(next(p for p in final.parents if p.exists())).free
@@ -38,7 +38,7 @@ def saving(final: Path) -> Iterator[Path]:
             f"{free / 2**20:,.1f} MiB are free there). What was saved before is untouched."
         ) from error
     finally:
-        remove(part)
+        remove_path(part)
 
 
 def step_of(path: Path) -> int | None:
@@ -73,7 +73,7 @@ def remove_leftovers(run: Path) -> None:
     for kind in ("checkpoints", "hf"):
         for leftover in [*(run / kind).glob(".*-step-*.part"), *(run / kind).glob(".*-step-*.old")]:
             get_logger().warning(f"removing {leftover}: it is not complete.")
-            remove(leftover)
+            remove_path(leftover)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -98,6 +98,6 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _hide_and_remove(path: Path) -> None:
     """No reader finds it half deleted."""
     old = path.with_name(f".{path.name}.old")
-    remove(old)
+    remove_path(old)
     os.replace(path, old)
-    remove(old)
+    remove_path(old)

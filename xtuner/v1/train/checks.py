@@ -112,16 +112,21 @@ def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
 def _check_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:
     problems = []
     params, context = task.agent_loop_config.sample_params, cfg.rollout_config.context_length
+    longest_of_model = cfg.train_worker_cfg.model_cfg.max_position_embeddings
     for item in task.sampler_config.dataloader_cfg.dataset_config_list or []:
         path = Path(item["dataset"].anno_path)
         if not path.exists():
             problems.append(f"{where}: dataset anno_path={str(path)!r} does not exist.")
     longest = _longest_prompt(task)
-    if longest and context is not None and longest + params.max_tokens > context:
+    if longest and longest + params.max_tokens > (context or longest_of_model):
+        limit = (
+            f"rollout_config.context_length={context}; raise it"
+            if context
+            else (f"the model's max_position_embeddings={longest_of_model}; choose another model")
+        )
         problems.append(
             f"{where}: prompt max_length={longest} + sample_params.max_tokens={params.max_tokens} = "
-            f"{longest + params.max_tokens} exceeds rollout_config.context_length={context}; raise it or lower one "
-            "of them."
+            f"{longest + params.max_tokens} exceeds {limit} or lower one of them."
         )
     # A loop of the user's own may set the reward itself.
     if task.judger_config is None and type(task.agent_loop_config) is SingleTurnAgentLoopConfig:

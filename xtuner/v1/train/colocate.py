@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -346,17 +347,16 @@ class RLColocateTrainer:
         if self.closed:
             return
         self.closed = True
-        try:
-            for part in (self.progress, self.writer, self.experiment):
-                if part is not None:
-                    part.close()
-            if self.rollout is not None:
-                self.loop.run(self.rollout.shutdown())
+        with ExitStack() as last_first:  # each is called whatever the others raise
+            last_first.callback(self.loop.close)
+            last_first.callback(self.launcher.shutdown)
             if self.launcher.kind == "local":
-                self.loop.run(self.on_workers("stop"))
-        finally:
-            self.launcher.shutdown()
-            self.loop.close()
+                last_first.callback(lambda: self.loop.run(self.on_workers("stop")))
+            if (rollout := self.rollout) is not None:
+                last_first.callback(lambda: self.loop.run(rollout.shutdown()))
+            for part in (self.experiment, self.writer, self.progress):
+                if part is not None:
+                    last_first.callback(part.close)
 
 
 def _is_on(interval: int | None) -> bool:

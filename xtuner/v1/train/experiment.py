@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xtuner.v1.utils import get_logger, lock, write_json
+from xtuner.v1.utils import get_logger, lock_file, write_json
 
 from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers
 from .run_log import last_step
@@ -92,7 +92,7 @@ class Experiment:
 
     def _own(self) -> None:
         try:
-            self._lock = lock(self.path / ".lock")
+            self._lock = lock_file(self.path / ".lock")
         except BlockingIOError:
             raise RuntimeError(
                 f"{self.path} is the run of another process that still lives. Wait for its end or stop it, "
@@ -122,8 +122,10 @@ class Experiment:
 
     def close(self) -> None:
         """The last entry in the list; others may work on this run now."""
-        self.save()
-        self._lock.close()
+        try:
+            self.save()
+        finally:
+            self._lock.close()
 
     def describe(self, config: dict[str, Any]) -> None:
         """Leave what explains the run: resolved configuration, allow-listed environment, state of the sources."""

@@ -1,6 +1,14 @@
 """Logging, files, device facts, seeds."""
 
-from .files import lock, remove, replace, write_atomic, write_json
+from .files import lock_file, move_into_place, remove_path, write_atomic, write_json
 from .logging import get_logger, log_to_file
 
-__all__ = ["get_logger", "lock", "log_to_file", "remove", "replace", "write_atomic", "write_json"]
+__all__ = [
+    "get_logger",
+    "lock_file",
+    "log_to_file",
+    "move_into_place",
+    "remove_path",
+    "write_atomic",
+    "write_json",
+]

@@ -14,7 +14,7 @@ def fsync_tree(path: Path) -> None:
         _fsync(target)
 
 
-def replace(part: Path, path: Path) -> None:
+def move_into_place(part: Path, path: Path) -> None:
     """Flush `part` and rename it to `path`, which then is the new one even if the machine stops here."""
     fsync_tree(part)
     os.replace(part, path)
@@ -30,9 +30,9 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
         write(part)
-        replace(part, path)
+        move_into_place(part, path)
     except BaseException:
-        remove(part)
+        remove_path(part)
         raise
 
 
@@ -42,7 +42,7 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Delete a file or folder if it is there and can be deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -50,7 +50,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def lock(path: Path) -> IO[str]:
+def lock_file(path: Path) -> IO[str]:
     """Hold `path` for this process until the returned file is closed or the process ends, however it ends.
 
     Raises:
