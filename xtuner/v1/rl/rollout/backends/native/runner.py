@@ -7,10 +7,10 @@ from torch import Tensor
 
 from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.dense import DenseModel
-from xtuner.v1.ops.attention import PackedAttention
+from xtuner.v1.ops.attention import AttentionContext, PackedAttention
 
 from .cache import LENGTH_STEP, KVCache, round_up
-from .decode_route import DecodeRoute
+from .route import InferenceRoute
 
 
 class PrefillAttention:
@@ -80,7 +80,7 @@ class ModelRunner:
     def __init__(self, model: DenseModel, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self._on_cpu = cache.device.type == "cpu"
-        self._decode_hidden = DecodeRoute(model, cache) if self._on_cpu else model.hidden_states
+        self._route = InferenceRoute(model, cache) if self._on_cpu else None
         eager = self._on_cpu and cache.dtype == torch.float32
         self._decode_attention = EagerDecodeAttention if eager else DecodeAttention
         self.prefilled_rows = 0
@@ -100,15 +100,23 @@ class ModelRunner:
         attention = PrefillAttention(self.cache, packed, first_slot, self._put(sources), of_slots)
         self.prefilled_rows += int(lengths.sum())
         ids, positions = self._put(np.concatenate(members)), self._put(np.concatenate(places))
-        hidden = self.model.hidden_states(ids, positions, attention)
-        logits = self.model.logits(hidden.index_select(0, self._put(starts + lengths - 1)))
+        logits = self._logits(ids, positions, attention, self._put(starts + lengths - 1))
         return logits.index_select(0, of_slots)
 
     def decode(self, last_tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
         """last_tokens and lengths int64 [B] of slots [0, B); the last token is not in the cache yet."""
         ids_B, positions_B = self._put(last_tokens), self._put(lengths - 1)
         attention = self._decode_attention(self.cache, positions_B, round_up(int(lengths.max()), LENGTH_STEP))
-        return self.model.logits(self._decode_hidden(ids_B, positions_B, attention))
+        return self._logits(ids_B, positions_B, attention)
+
+    def _logits(
+        self, ids: Tensor, positions: Tensor, attention: AttentionContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Of the `wanted` rows, or all."""
+        if self._route is not None:
+            return self.model.logits(self._route(ids, positions, attention, wanted))
+        hidden = self.model.hidden_states(ids, positions, attention)
+        return self.model.logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
     def _put(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array.astype(np.int64, copy=False))

@@ -1,4 +1,4 @@
-"""The model's forward for one token a sequence on a CPU, where calls cost as much as arithmetic."""
+"""The model's forward on a CPU, where for few rows calls cost as much as arithmetic."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from xtuner.v1.ops.swiglu import swiglu
 from .cache import KVCache
 
 
-class DecodeRoute:
+class InferenceRoute:
     """`DenseModel.hidden_states` without module calls: the same operations on the same parameters.
 
     Parameters are looked up once and may change their content and memory. Angles come from a table that grows
@@ -29,8 +29,10 @@ class DecodeRoute:
         self._scale, self._eps = a.head_dim**-0.5, model.config.rms_norm_eps
         self._angles = model.rotary(cache.places[:0])
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-        """input_ids and position_ids int64 [B]; returns [B, H] after the final norm."""
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and position_ids int64 [T]; returns the `wanted` int64 [N] rows, or all, after the final norm."""
         if self._angles.cos.shape[0] < self._cache.length:
             self._angles = self._model.rotary(self._cache.places[: self._cache.length])
         rotary, eps = self._angles.rows(position_ids), self._eps
@@ -39,6 +41,9 @@ class DecodeRoute:
             qkv = F.linear(rms_norm(hidden, w.norm, eps), w.qkv, w.qkv_bias)
             q, k, v = split_qkv(qkv, *self._heads, rotary, w.q_norm, w.k_norm, eps)
             out = attention.attend(i, q, k, v, self._scale).flatten(1)
+            if wanted is not None and i == len(self._layers) - 1:
+                # Nobody attends to what comes after the last attention.
+                out, hidden = out.index_select(0, wanted), hidden.index_select(0, wanted)
             hidden = F.linear(out, w.o, w.o_bias).add_(hidden)
             gate_up = F.linear(rms_norm(hidden, w.mlp_norm, eps), w.gate_up, w.gate_up_bias)
             hidden = F.linear(swiglu(gate_up), w.down, w.down_bias).add_(hidden)

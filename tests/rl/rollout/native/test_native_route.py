@@ -1,4 +1,4 @@
-"""The engine's decode step against the trainer's forward over whole sequences."""
+"""The engine's prefill and decode steps against the trainer's forward over whole sequences."""
 
 import numpy as np
 import pytest
@@ -42,9 +42,17 @@ def _randomise(model, seed: int) -> None:
         param.copy_(noise + 1 if name.endswith("norm.weight") else noise)
 
 
+def _trainers_logits(model, sequences):
+    lengths = [len(ids) for ids in sequences]
+    attention = PackedAttention(SegmentLayout(lengths, [-1] * len(lengths)), "cpu")
+    ids = torch.from_numpy(np.concatenate(sequences)).long()
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return model.logits(model.hidden_states(ids, positions, attention)[torch.tensor(lengths).cumsum(0) - 1])
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.08)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoded_logits_are_those_of_the_whole_sequence(family, dtype, tolerance):
+def test_logits_are_those_of_the_whole_sequence(family, dtype, tolerance):
     model = _model(family, dtype)
     plain = dtype == torch.float32
     if plain:
@@ -60,20 +68,16 @@ def test_decoded_logits_are_those_of_the_whole_sequence(family, dtype, tolerance
         drop_weights(model)
         restore_weights(model, layout)
         _randomise(model, round_)
-        sequences = [ids.astype(np.int32) for ids in (short, long, short, long[:11])]
+        prompts = sequences = [ids.astype(np.int32) for ids in (short, long, short, long[:11])]
         with torch.inference_mode():
             cache.reserve(4, 62, live=0)
-            runner.prefill(sequences, 0)
+            first = runner.prefill(sequences, 0)
             for step in range(9):
                 last = np.array([7 + step, 3, 20 - step, 9])
                 sequences = [np.append(s, t).astype(np.int32) for s, t in zip(sequences, last, strict=True)]
                 cache.reserve(4, max(map(len, sequences)), live=4)
                 logits = runner.decode(last, np.array([len(s) for s in sequences]))
-            lengths = [len(s) for s in sequences]
-            attention = PackedAttention(SegmentLayout(lengths, [-1] * 4), "cpu")
-            positions = torch.cat([torch.arange(n) for n in lengths])
-            ids = torch.from_numpy(np.concatenate(sequences)).long()
-            hidden = model.hidden_states(ids, positions, attention)
-            expected = model.logits(hidden[torch.tensor(lengths).cumsum(0) - 1])
-        scale = expected.abs().max().item()
-        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * max(scale, 1.0))
+            for ours, ids in ((first, prompts), (logits, sequences)):
+                expected = _trainers_logits(model, ids)
+                scale = max(1.0, expected.abs().max().item())
+                torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * scale)
