@@ -6,6 +6,7 @@ from torch import Tensor
 LENGTH_STEP = 8
 """Decode attends to a multiple of this many places; half-precision kernels want aligned masks."""
 _GROWTH_STEP = 64
+_NO_MATRICES: tuple[int, int, list[tuple[Tensor, Tensor]]] = (0, 0, [])
 
 
 def round_up(value: int, step: int) -> int:
@@ -44,6 +45,7 @@ class KVCache:
         self.slots = self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._matrices = _NO_MATRICES
 
     def set_budget(self, num_bytes: int) -> None:
         """Bytes that storage may grow to; what is there already stays."""
@@ -94,6 +96,7 @@ class KVCache:
                 else:
                     tensors.append(new)
         self.slots, self.length = slots, length
+        self._matrices = _NO_MATRICES
 
     def _allocate(self, slots: int, length: int, by_column: bool) -> Tensor:
         """[slots, Hkv, length, D] of zeros, not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN."""
@@ -120,6 +123,14 @@ class KVCache:
         """Keys and values of the first slots and places: [B, Hkv, L, D] each, without a copy."""
         return self.keys[layer][:slots, :, :length], self.values[layer][:slots, :, :length]
 
+    def matrices(self, slots: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's view as keys [B * Hkv, D, L] and values [B * Hkv, L, D]; remembered for the next step."""
+        if self._matrices[:2] != (slots, length):
+            views = (self.view(layer, slots, length) for layer in range(self._num_layers))
+            matrices = [(k.transpose(2, 3).flatten(0, 1), v.flatten(0, 1)) for k, v in views]
+            self._matrices = slots, length, matrices
+        return self._matrices[2]
+
     @torch.inference_mode()
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` places of whole slots. No slot is both a source and a target."""
@@ -136,3 +147,4 @@ class KVCache:
         """Give the storage back."""
         self.slots = self.length = 0
         self.keys, self.values = [], []
+        self._matrices = _NO_MATRICES

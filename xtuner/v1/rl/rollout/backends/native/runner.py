@@ -63,14 +63,15 @@ class EagerDecodeAttention:
         self._cache, self._positions = cache, positions
         mask = torch.where(cache.places[:seen] > positions[:, None], -torch.inf, 0.0)
         self._mask = mask[:, None].expand(-1, cache.num_heads, -1).reshape(-1, 1, seen)
+        self._matrices = cache.matrices(len(positions), seen)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         batch, heads, dim = q.shape
         self._cache.append(layer, self._positions, k, v)
-        keys, values = (t.flatten(0, 1) for t in self._cache.view(layer, batch, self._mask.shape[-1]))
+        keys, values = self._matrices[layer]
         # The queries of a group are the rows of one product.
         grouped = q.reshape(keys.shape[0], -1, dim)
-        scores = torch.baddbmm(self._mask, grouped, keys.transpose(1, 2), alpha=scale)
+        scores = torch.baddbmm(self._mask, grouped, keys, alpha=scale)
         return torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)
 
 

@@ -25,9 +25,14 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Output `position` of the splitmix64 generator that starts at the seed (Steele, Lea & Flood 2014), so a
     request's randomness depends on neither device, batch, nor what was drawn before.
     """
-    z = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    z = positions.astype(np.uint64)
+    z += np.uint64(1)
+    z *= _GOLDEN
+    z += seeds.view(np.uint64)
+    z ^= z >> np.uint64(30)
+    z *= _MIX_1
+    z ^= z >> np.uint64(27)
+    z *= _MIX_2
     z ^= z >> np.uint64(31)
     return np.minimum(((z >> np.uint64(11)) * 2.0**-53).astype(np.float32), _LARGEST)
 
