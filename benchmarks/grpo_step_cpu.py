@@ -7,12 +7,15 @@ The model is the demo's after its warm start (`--model`: such a folder; without 
 32 prompts x 8 samples of at most 48 tokens, the GSM8K judger's reward, one AdamW update, no KL term. A block is
 a new process that trains from this model on; the cases take turns, so that whatever else the machine does falls on
 all. A block's figure is the median wall time from the end of one step to the end of the next, after the warm-up;
-a ratio compares blocks of one round. TRL runs as it comes, with glibc's allocator set as this trainer sets it, and
-with compiled layers too (needs a C++ compiler; it compiles in steps 1 and 5). Prints JSON rows.
+a ratio compares blocks of one round. `other_load` is how many processors other work kept busy in the meantime; from
+0.1 on the figures are not to be trusted (threads that wait for each other suffer most), and a line on stderr says so.
+TRL runs as it comes, with glibc's allocator set as this trainer sets it, and with compiled layers too (needs a C++
+compiler; it compiles in steps 1 and 5). Prints JSON rows.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -34,6 +37,14 @@ TRL_CASES: dict[str, dict[str, Any]] = {
     "trl, freed memory kept, torch_compile": {"keep_memory": True, "settings": {"torch_compile": True}},
 }
 CASES = [OURS, *TRL_CASES]
+MAX_OTHER_LOAD = 0.1
+
+
+def stamp() -> tuple[float, float, float]:
+    """Seconds so far: of wall time, of this process's processor time, of busy processors of the machine."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), time.process_time(), busy
 
 
 def run_ours(folder: Path, steps: int) -> dict[str, Any]:
@@ -47,12 +58,12 @@ def run_ours(folder: Path, steps: int) -> dict[str, Any]:
     off = dict.fromkeys(("enable_evaluate", "enable_initial_evaluate", "save_final_hf"), False)
     off |= dict.fromkeys(("eval_agent_loop_manager_cfg", "evaluator_config"))
     trainer = runpy.run_path(str(file))["trainer"].model_copy(update=off).build()
-    ends: list[float] = []
+    ends: list[tuple[float, float, float]] = []
     write = trainer.writer.step
 
     def write_and_stamp(*args: Any) -> None:
         write(*args)
-        ends.append(time.perf_counter())
+        ends.append(stamp())
 
     trainer.writer.step = write_and_stamp
     trainer.fit()
@@ -92,7 +103,7 @@ def run_trl(folder: Path, steps: int, keep_memory: bool, settings: dict[str, Any
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            report["ends"].append(time.perf_counter())
+            report["ends"].append(stamp())
 
     common = {
         "per_device_train_batch_size": PROMPTS * GROUP, "gradient_accumulation_steps": 1, "max_steps": steps,
@@ -150,7 +161,12 @@ def start_block(args: argparse.Namespace, model: Path, case: str) -> dict[str, A
     ends = report["ends"]
     if len(ends) != steps:
         raise SystemExit(f"{case}: {len(ends)} steps were timed, {steps} expected.")
-    report["step_s"] = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)][args.warmup - 1 : -1]
+    timed = ends[args.warmup - 1 : -1]
+    report["step_s"] = [later[0] - earlier[0] for earlier, later in itertools.pairwise(timed)]
+    wall, own, machine = (last - first for first, last in zip(timed[0], timed[-1], strict=True))
+    report["other_load"] = max(0.0, machine - own) / wall
+    if report["other_load"] > MAX_OTHER_LOAD:
+        print(f"{case}: other work kept {report['other_load']:.1f} processors busy; run again", file=sys.stderr)
     return report
 
 
@@ -171,25 +187,30 @@ def measure(args: argparse.Namespace, model: Path) -> None:
     rows = Rows("grpo_step_cpu", "cpu", args.out)
     shape = f"demo model of 0.44 M parameters, {PROMPTS} x {GROUP} samples, at most {NEW_TOKENS} new tokens"
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
+    other_load = 0.0
     for turn in range(args.rounds):
         prompt_len = {}
         for case in CASES[turn % len(CASES) :] + CASES[: turn % len(CASES)]:
             report = start_block(args, model, case)
             step_s, prompt_len[case] = report["step_s"], statistics.fmean(report["prompt_len"])
             seconds[case].append(statistics.median(step_s))
+            other_load = max(other_load, report["other_load"])
             rows.add(
                 shape, case, "step_s", seconds[case][-1], "s", round=turn + 1, steps=len(step_s), fastest=min(step_s),
                 first_reward=report["rewards"][0], last_reward=report["rewards"][-1],
-                response_len=statistics.fmean(report["response_len"]), versions=report["versions"],
+                response_len=statistics.fmean(report["response_len"]), other_load=report["other_load"],
+                versions=report["versions"],
                 **({} if case == OURS else {"settings": TRL_CASES[case]["settings"] | args.trl_settings}),
             )  # fmt: skip
         if max(prompt_len.values()) - min(prompt_len.values()) > 1e-6:
             raise SystemExit(f"the cases did not see the same prompts; mean lengths in tokens: {prompt_len}")
+    more = {"rounds": args.rounds, "other_load": other_load}
     for case in CASES:
-        rows.add(shape, case, "step_s, median of rounds", statistics.median(seconds[case]), "s", rounds=args.rounds)
+        rows.add(shape, case, "step_s, median of rounds", statistics.median(seconds[case]), "s", **more)
     for case in TRL_CASES:
         ratios = [theirs / ours for theirs, ours in zip(seconds[case], seconds[OURS], strict=True)]
-        rows.add(shape, f"{case} / {OURS}", "ratio of step_s, median", statistics.median(ratios), "x", ratios=ratios)
+        median = statistics.median(ratios)
+        rows.add(shape, f"{case} / {OURS}", "ratio of step_s, median", median, "x", ratios=ratios, **more)
 
 
 def main() -> None:
