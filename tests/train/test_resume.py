@@ -67,11 +67,12 @@ def unbroken(model, tmp_path_factory):
     return fit(long_config(model, folder))
 
 
-@pytest.mark.parametrize("last", [2, 3])  # the end of an epoch, and the middle of one
-def test_a_resumed_run_is_the_unbroken_one(model, tmp_path, unbroken, last):
-    first = broken(long_config(model, tmp_path, break_after=last))
+# The end of an epoch; and the middle of one, behind a checkpoint, so that a step is made again.
+@pytest.mark.parametrize("last, interval", [(2, 1), (3, 2)])
+def test_a_resumed_run_is_the_unbroken_one(model, tmp_path, unbroken, last, interval):
+    first = broken(long_config(model, tmp_path, break_after=last, checkpoint_interval=interval))
     assert len(first.rows) == last
-    second = fit(long_config(model, tmp_path))
+    second = fit(long_config(model, tmp_path, checkpoint_interval=interval))
     assert second.path == first.path
     assert [row["step"] for row in second.rows] == list(range(1, STEPS + 1))
     assert [row["step"] for row in second.updates] == list(range(1, 2 * STEPS + 1))
