@@ -106,7 +106,9 @@ class ModelRunner:
 
     def decode(self, last_tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
         """last_tokens and lengths int64 [B] of slots [0, B); the last token is not in the cache yet."""
-        ids_B, positions_B = self._put(last_tokens), self._put(lengths - 1)
+        inputs = np.empty((2, len(lengths)), np.int64)
+        inputs[0], inputs[1] = last_tokens, lengths - 1
+        ids_B, positions_B = self._put(inputs)
         attention = self._decode_attention(self.cache, positions_B, round_up(int(lengths.max()), LENGTH_STEP))
         return self._logits(ids_B, positions_B, attention)
 
