@@ -26,24 +26,26 @@ def held_out(a: int, op: str, b: int) -> bool:
 
 
 def working(a: int, op: str, b: int) -> str:
-    """The response: digits in columns, then the answer behind `####`."""
+    """The response: ones, tens, the carry or borrow as a step of its own, then the answer behind `####`."""
     tens_a, ones_a, tens_b, ones_b = a // 10, a % 10, b // 10, b % 10
     if op == "+":
-        carry = int(ones_a + ones_b > 9)
-        ones = f"{ones_a}+{ones_b}={ones_a + ones_b}"
-        tens = f"{tens_a}+{tens_b}{'+1' * carry}={tens_a + tens_b + carry}"
-        return f"{a}+{b}: {ones} {tens} #### {a + b}"
-    borrow = int(ones_a < ones_b)
-    top = ones_a + 10 * borrow
-    ones = f"{top}-{ones_b}={top - ones_b}"
-    tens = f"{tens_a}-{tens_b}{'-1' * borrow}={tens_a - tens_b - borrow}"
-    return f"{a}-{b}: {ones} {tens} #### {a - b}"
+        steps = [f"{ones_a}+{ones_b}={ones_a + ones_b}", f"{tens_a}+{tens_b}={tens_a + tens_b}"]
+        if ones_a + ones_b > 9:
+            steps.append(f"{tens_a + tens_b}+1={tens_a + tens_b + 1}")
+        return f"{a}+{b}: {' '.join(steps)} #### {a + b}"
+    if ones_a >= ones_b:
+        steps = [f"{ones_a}-{ones_b}={ones_a - ones_b}", f"{tens_a}-{tens_b}={tens_a - tens_b}"]
+    else:
+        steps = [f"{ones_a + 10}-{ones_b}={ones_a + 10 - ones_b}", f"{tens_a}-1={tens_a - 1}"]
+        steps.append(f"{tens_a - 1}-{tens_b}={tens_a - 1 - tens_b}")
+    return f"{a}-{b}: {' '.join(steps)} #### {a - b}"
 
 
 def make_rows(count: int, seed: int, evaluation: bool) -> list[dict]:
     """Rows in the format of the training data, with the worked solution in `extra_info.answer`.
 
-    Rows of training and of evaluation never share a triple (a, operator, b).
+    Operands and results have two digits or more. Rows of training and of evaluation never share a triple
+    (a, operator, b).
     """
     rng = random.Random(seed)
     rows: list[dict] = []
@@ -52,7 +54,7 @@ def make_rows(count: int, seed: int, evaluation: bool) -> list[dict]:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         if op == "-" and a < b:
             a, b = b, a
-        if held_out(a, op, b) != evaluation:
+        if held_out(a, op, b) != evaluation or (op == "-" and a - b < 10):
             continue
         text = rng.choice(_PLUS if op == "+" else _MINUS)
         question = text.format(n=rng.choice(_NAMES), t=rng.choice(_THINGS), a=a, b=b)
