@@ -133,3 +133,24 @@ def test_an_update_has_the_same_samples_whatever_ranks_and_packs():
     assert [len(update) for update in one] == [8, 8, 8]
     for other in ((2, 4096, True, 1), (4, 256, True, 1), (3, 128, False, 64)):
         assert updates(*other) == one
+
+
+def test_samples_without_advantage_get_packs_of_their_own_on_every_rank():
+    samples = [sample(i, [i % 6], [1, 2, 3], advantage=float(i % 6 > 2)) for i in range(24)]
+    out = pack_samples(
+        samples, ranks=2, optimizer_steps=1, pack_max_length=999, hidden_size=8, share_prompts=True,
+        skip_zero_advantage=True,
+    )  # fmt: skip
+    assert [[p.needs_gradient for p in rank[0]] for rank in out] == [[True, False]] * 2
+    packs = [p for rank in out for p in rank[0]]
+    assert all(bool(p.advantages.any()) == p.needs_gradient for p in packs)
+    assert sorted(i for p in packs for i in p.rollout_ids) == list(range(24))
+
+
+def test_an_update_without_any_signal_still_takes_its_gradients():
+    samples = [sample(i, [1], [1, 2], advantage=0.0) for i in range(4)]
+    out = pack_samples(
+        samples, ranks=1, optimizer_steps=1, pack_max_length=99, hidden_size=8, share_prompts=False,
+        skip_zero_advantage=True,
+    )  # fmt: skip
+    assert [p.needs_gradient for p in out[0][0]] == [True]

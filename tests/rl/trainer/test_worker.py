@@ -292,3 +292,23 @@ def test_two_ranks_equal_one(model, two_ranks, name):
     assert len(one["warnings"]) == len(first["warnings"]) == len(second["warnings"])
     if name == "poison on one rank":
         assert first["updates"][1]["skipped"] == second["updates"][1]["skipped"] == 1
+
+
+def test_leaving_out_backwards_of_zero_advantage_changes_no_weight(worker_of):
+    samples = make_samples(8)
+    for s in samples[3:6]:
+        s.advantages = [0.0] * len(s.advantages)
+    trained = []
+    for skip in (False, True):
+        worker = worker_of()
+        packs = pack_samples(
+            samples, ranks=1, optimizer_steps=1, pack_max_length=999, hidden_size=32, share_prompts=True,
+            skip_zero_advantage=skip,
+        )[0]  # fmt: skip
+        result = worker.fit(packs, 1)
+        trained.append((weights(worker), result))
+    (full, with_all), (part, without) = trained
+    for name, tensor in full.items():
+        torch.testing.assert_close(part[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+    assert with_all.train_logprobs.keys() == without.train_logprobs.keys()
+    assert with_all.metrics["entropy/train"] == pytest.approx(without.metrics["entropy/train"], rel=1e-6)

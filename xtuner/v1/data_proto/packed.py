@@ -56,6 +56,8 @@ class PackedBatch:
     """float32 [N], the engine's log-probs, None if the engine gave none."""
     num_padding: int = 0
     """Rows at the end that belong to no sample."""
+    needs_gradient: bool = True
+    """False where all gradients are known to be zero. The same for the packs of one place on all ranks."""
 
     @property
     def num_targets(self) -> int:

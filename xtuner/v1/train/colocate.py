@@ -12,7 +12,7 @@ from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.utils import get_logger, log_to_file
-from xtuner.v1.utils.device import keep_freed_memory, resolve_device, seed_everything
+from xtuner.v1.utils.device import forget_old_objects, keep_freed_memory, resolve_device, seed_everything
 
 from .checkpoints import read_state, saving, write_state
 from .debug_replay import replay_steps, rollout_only, train_only
@@ -60,6 +60,7 @@ class RLColocateTrainer:
                 logger.info(f"{self.run_dir} is finished: all {self.total_steps} train steps are done.")
                 return {}
             self.progress = Progress(self.total_steps, self.cur_step)
+            forget_old_objects()
             if self.debug:
                 metrics = self.loop.run(rollout_only(self) if self.cfg.debug_rollout else train_only(self))
             else:
@@ -143,6 +144,7 @@ class RLColocateTrainer:
             pack_max_length=worker.pack_max_length,
             hidden_size=worker.model_cfg.hidden_size,
             share_prompts=worker.share_prompts,
+            skip_zero_advantage=worker.loss_cfg.zero_without_advantage,
             pad_multiple=1 if self.device.type == "cpu" else 64,
             seed=None if cfg.deterministic else cfg.seed + step,
         )

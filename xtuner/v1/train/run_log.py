@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.utils import write_atomic
 
@@ -135,7 +137,10 @@ def _trajectory(state: RolloutState) -> dict[str, Any]:
 
 
 def _rounded(values: list[float] | None) -> list[float | None] | None:
-    return None if values is None else [_finite(round(v, 6)) for v in values]
+    if values is None:
+        return None
+    rounded = np.round(np.asarray(values, dtype=np.float64), 6)
+    return rounded.tolist() if np.isfinite(rounded).all() else [_finite(v) for v in rounded.tolist()]
 
 
 def _finite(value: float | None) -> float | None:

@@ -87,6 +87,11 @@ class BaseRLLossConfig(XTunerConfig, ABC):
         """Tokens whose logits exist at a time; None: all."""
         return self.chunk_size if self.mode == "chunk" else None
 
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether a token of advantage 0 has gradient 0, so that it needs no backward."""
+        return False
+
     def normalized_by(self, max_length: int | None) -> Self:
         """A copy with reduction `constant` and this length; itself for None.
 
@@ -137,6 +142,10 @@ class BaseRLLossConfig(XTunerConfig, ABC):
 
 class GRPOLossConfig(BaseRLLossConfig):
     """Policy loss, and a KL penalty if asked for."""
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return self.policy_loss_cfg["loss_type"] == "vanilla" and not self.use_kl_loss
 
     def policy_loss(
         self,

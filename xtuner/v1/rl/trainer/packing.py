@@ -3,7 +3,7 @@
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -167,12 +167,14 @@ def pack_samples(
     share_prompts: bool,
     pad_multiple: int = 1,
     seed: int | None = None,
+    skip_zero_advantage: bool = False,
 ) -> list[list[list[PackedBatch]]]:
     """Packs by rank and optimizer step: `out[rank][step]` is a list of packs, as long on every rank.
 
     Samples are shuffled by `seed` (None: kept in order), dealt over the updates (`split_updates`), and those of an
     update over the ranks by cost. A rank gets a pack without samples only where an update has fewer samples than
-    ranks.
+    ranks. With `skip_zero_advantage`, samples of groups without signal go into packs of their own that need no
+    gradient; an update that has no others keeps them, so that momentum and weight decay go on.
 
     Raises:
         ValueError: fewer samples than optimizer steps, or a sample longer than `pack_max_length`.
@@ -191,11 +193,20 @@ def pack_samples(
     room = max(longest, pack_max_length // pad_multiple * pad_multiple)
     out: list[list[list[PackedBatch]]] = [[] for _ in range(ranks)]
     for part in split_updates(order, optimizer_steps):
-        # Parts of a group small enough that the ranks can be given equally much.
-        units = make_units(part, share_prompts, room, hidden_size, max(1, len(part) // (2 * ranks)))
-        per_rank = -(-sum(u.rows for u in units) // (room * ranks)) or 1
-        while (bins := balance(units, per_rank * ranks, room)) is None:
-            per_rank += 1
-        for rank in range(ranks):
-            out[rank].append([make_pack(pack, share_prompts, pad_multiple) for pack in bins[rank::ranks]])
+        idle = [s for s in part if not any(s.advantages)] if skip_zero_advantage else []
+        idle = [] if len(idle) == len(part) else idle
+        active = [s for s in part if any(s.advantages)] if idle else part
+        for rank in out:
+            rank.append([])
+        for chosen, needs_gradient in ((active, True), (idle, False)):
+            if not chosen:
+                continue
+            # Parts of a group small enough that the ranks can be given equally much.
+            units = make_units(chosen, share_prompts, room, hidden_size, max(1, len(chosen) // (2 * ranks)))
+            per_rank = -(-sum(u.rows for u in units) // (room * ranks)) or 1
+            while (bins := balance(units, per_rank * ranks, room)) is None:
+                per_rank += 1
+            for rank, packs in enumerate(out):
+                made = [make_pack(pack, share_prompts, pad_multiple) for pack in bins[rank::ranks]]
+                packs[-1] += [replace(pack, needs_gradient=needs_gradient) for pack in made]
     return out

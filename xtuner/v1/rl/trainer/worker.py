@@ -173,13 +173,15 @@ class TrainingWorker:
         rows: list[Metrics] = []
         tokens = 0
         for pack, (is_weights, _, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
-            logprobs, _ = self.engine.forward(pack)
+            with torch.set_grad_enabled(pack.needs_gradient):
+                logprobs, _ = self.engine.forward(pack)
             before = seen.setdefault(id(pack), logprobs.detach())
             loss, metrics = loss_cfg.policy_loss(
                 logprobs, old.get(id(pack), before), pack.advantages, (numerators / divisor).float(),
                 ref_logprobs=references.get(id(pack)), is_weights=is_weights,
             )  # fmt: skip
-            self.engine.backward(loss)
+            if pack.needs_gradient:
+                self.engine.backward(loss)
             rows.append(metrics | is_metrics | {"loss": sum_of(loss), "trained_tokens": sum_of(pack.labels.ne(-1))})
             tokens += pack.input_ids.numel() - pack.num_padding
         step = self.engine.step()
