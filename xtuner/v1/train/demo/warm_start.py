@@ -20,6 +20,9 @@ from xtuner.v1.utils.device import keep_freed_memory
 from .task import make_rows
 
 BATCH, MAX_STEPS, CHECK_EVERY = 64, 600, 10
+TEMPERATURE = 0.65
+"""Worked solutions are learned at this temperature and answers sampled at 1: so the model starts unsure of what it half
+knows, as a model before reinforcement is, instead of sure of what it has learned wrong."""
 
 
 class Prompts:
@@ -38,7 +41,7 @@ class Prompts:
         """A supervised sample: the worked solution is the response."""
         prompt, answer = self.prompts[index], self.answers[index]
         labels = [IGNORE] * (len(prompt) - 1) + answer
-        return TrainingSample(index, prompt + answer[:-1], labels, [0.0] * len(labels), None, len(prompt))
+        return TrainingSample(index, prompt + answer[:-1], labels, [0.0] * len(labels), None, len(prompt), TEMPERATURE)
 
 
 async def sampled_accuracy(engine: NativeEngine, tokenizer, data: Prompts, seed: int) -> float:
@@ -78,7 +81,7 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
         get_model_config_from_hf(folder),
         FSDPConfig(recompute_ratio=0.0, torch_compile=False, param_dtype=torch.float32),
         device=device,
-        optim_cfg=AdamWConfig(lr=3e-3, weight_decay=0.01),
+        optim_cfg=AdamWConfig(lr=2e-3, weight_decay=0.01),
         lr_cfg=LRConfig(warmup_ratio=0.03),
         total_optimizer_steps=MAX_STEPS,
     )
@@ -96,7 +99,7 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
         loss = -logprobs.mean()
         engine.backward(loss)
         engine.step()
-        if step % CHECK_EVERY == 0 and float(loss.detach()) < 0.9:
+        if step % CHECK_EVERY == 0 and float(loss.detach()) < 0.15:
             await rollout.update_weights(engine.weight_buckets(1 << 30), step)
             accuracy = await sampled_accuracy(rollout, tokenizer, check, step)
             spent = f"{time.perf_counter() - start:.0f} s"
