@@ -99,3 +99,51 @@ def test_three_steps_on_the_gpu(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["mismatch/mismatch_logprob_abs_diff"] < 0.05 for row in rows)
     assert all(row["train_metrics/worker_0/step_avg_grad_norm"] > 0 for row in rows)
+
+
+def test_a_run_resumes_on_the_gpu(tmp_path):
+    import grpo_step
+
+    class Args:
+        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 4
+        pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+
+    def losses(config):
+        trainer = config.build()
+        run_dir = trainer.run_dir
+        trainer.fit()
+        rows = [json.loads(line) for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["train_metrics/worker_0/step_avg_grad_norm"]) for row in rows], run_dir
+
+    config = grpo_step.build(Args, tmp_path)
+    unbroken, _ = losses(config.model_copy(update={"work_dir": str(tmp_path / "a")}))
+    part = {"work_dir": str(tmp_path / "b"), "checkpoint_interval": 1, "auto_resume": True, "save_final_hf": True}
+    losses(config.model_copy(update=part | {"total_train_steps": 2}))
+    resumed, run_dir = losses(config.model_copy(update=part))
+    assert [step for step, _ in resumed] == [1, 2, 3, 4]
+    for (_, a), (_, b) in zip(unbroken, resumed, strict=True):
+        assert abs(a - b) < 0.05 * abs(a)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run_dir / "hf" / "hf-step-4")
+
+
+@pytest.mark.parametrize("option", ["swap_optimizer", "cpu_offload", "fp32_lm_head"])
+def test_memory_options_change_no_update(tmp_path, option):
+    import grpo_step
+
+    class Args:
+        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 16, 2
+        pack_length, chunk, recompute, compile = 1024, 512, 0.0, False
+
+    norms = []
+    for on in (False, True):
+        config = grpo_step.build(Args, tmp_path / str(on))
+        part = config.train_worker_cfg.optim_cfg if option == "swap_optimizer" else config.train_worker_cfg.fsdp_cfg
+        setattr(part, option, on)
+        trainer = config.build()
+        run_dir = trainer.run_dir
+        trainer.fit()
+        rows = [json.loads(line) for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines()]
+        norms.append([row["train_metrics/worker_0/step_avg_grad_norm"] for row in rows])
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
