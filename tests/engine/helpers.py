@@ -27,7 +27,7 @@ def config_folder(folder: Path) -> Path:
 
 def make_engine(folder: Path, **kw) -> TrainEngine:
     """An engine with the same random weights every time."""
-    fsdp = FSDPConfig(recompute_ratio=kw.pop("recompute_ratio", 0.0), torch_compile=False)
+    fsdp = FSDPConfig(recompute_ratio=kw.pop("recompute_ratio", 0.0), torch_compile=False, **kw.pop("fsdp", {}))
     settings = dict(optim_cfg=AdamWConfig(lr=1e-2), lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10)
     engine = TrainEngine(
         get_model_config_from_hf(config_folder(folder)), fsdp, device=torch.device("cpu"), **(settings | kw)

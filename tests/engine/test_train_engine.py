@@ -7,6 +7,7 @@ import torch
 
 from xtuner.v1.config import AdamWConfig, LRConfig
 from xtuner.v1.engine import learning_rate, load_train_state, save_train_state
+from xtuner.v1.ops.attention import PackedAttention
 
 from .helpers import gradients, make_engine, make_samples, packs_of, weights
 
@@ -49,6 +50,47 @@ def test_recomputation_changes_no_log_prob(tmp_path):
     plain, _ = make_engine(tmp_path).forward(pack)
     recomputed, _ = make_engine(tmp_path, recompute_ratio=1.0).forward(pack)
     assert torch.equal(plain, recomputed)
+
+
+def test_the_temperature_keeps_float32_beside_half_precision_weights(tmp_path):
+    """1 / 0.7 in bfloat16 is off by 8e-4, and so would be every log-prob: the scale applies to float32 logits."""
+    pack = packs_of(make_samples(4))[0][0][0]
+    pack.inv_temperature.fill_(1 / 0.7)
+    engine = make_engine(tmp_path, fsdp={"cpu_param_dtype": "bfloat16"})
+    plain = engine.model_cfg.build("cpu", torch.bfloat16)
+    plain.init_weights(seed=7)
+    attention = PackedAttention(pack.layout, "cpu")
+    with torch.no_grad():
+        hidden = plain.hidden_states(pack.input_ids, pack.position_ids, attention)[pack.target_rows]
+        expected = (plain.logits(hidden) / 0.7).log_softmax(-1).gather(1, pack.labels[:, None]).squeeze(1)
+    torch.testing.assert_close(engine.logprobs(pack), expected, rtol=0, atol=1e-5)
+
+
+def test_a_float32_head_over_half_precision_layers_trains(tmp_path):
+    pack = packs_of(make_samples(4))[0][0][0]
+    engine = make_engine(tmp_path, fsdp={"cpu_param_dtype": "bfloat16", "fp32_lm_head": True})
+    before = weights(engine)
+    _backward(engine, [pack], 1)
+    assert engine.step().grad_norm > 0
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+
+
+def test_a_forward_without_backward_does_not_hide_the_gradients(tmp_path):
+    """With reshard_after_forward=False it leaves gathered weights behind; the step must not take them for its own."""
+    first, second = (packs_of(make_samples(4, seed=seed))[0][0][0] for seed in (0, 1))
+    plain, kept = make_engine(tmp_path), make_engine(tmp_path, fsdp={"reshard_after_forward": False})
+    for engine in (plain, kept):
+        _backward(engine, [first], 1)
+        engine.logprobs(second)
+    assert kept.step().grad_norm == plain.step().grad_norm > 0
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(kept)[name], tensor), name
+
+
+@pytest.mark.parametrize("foreach, fused", [(None, True), (True, None), (False, None)])
+def test_the_optimizer_is_the_one_asked_for(tmp_path, foreach, fused):
+    defaults = make_engine(tmp_path, optim_cfg=AdamWConfig(foreach=foreach)).optimizer.defaults
+    assert (defaults["foreach"], defaults["fused"]) == (foreach, fused)
 
 
 def test_a_non_finite_gradient_leaves_weights_and_moments_alone(tmp_path):

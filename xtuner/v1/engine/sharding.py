@@ -48,9 +48,12 @@ def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: DeviceMesh, device: to
     reduce_dtype = cfg.reduce_dtype if device.type == "cuda" else torch.float32
     offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    root_policy = policy
-    if cfg.fp32_lm_head:
-        root_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce_dtype)
+    # The root's only float input is the temperature, which must stay float32: it scales float32 logits.
+    root_policy = MixedPrecisionPolicy(
+        param_dtype=torch.float32 if cfg.fp32_lm_head else param_dtype,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,
+    )
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload)
     for layer in model.layers:
         shard(layer, mp_policy=policy)

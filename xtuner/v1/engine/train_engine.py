@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
@@ -14,6 +15,7 @@ from xtuner.v1.data_proto import PackedBatch, WeightBucket
 from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
 from xtuner.v1.ops.attention import PackedAttention
+from xtuner.v1.utils.device import synchronize
 
 from .lr_schedule import learning_rate
 from .sharding import build_mesh, compute_dtype, shard_model
@@ -67,7 +69,7 @@ class TrainEngine:
     def _build_optimizer(self) -> torch.optim.Optimizer:
         cfg = self.optim_cfg
         assert cfg is not None
-        fused = cfg.fused if cfg.fused is not None else not cfg.foreach
+        fused = cfg.fused if cfg.fused is not None else cfg.foreach is None
         return torch.optim.AdamW(
             self.model.parameters(), lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
             fused=fused or None, foreach=cfg.foreach if not fused else None,
@@ -83,15 +85,25 @@ class TrainEngine:
         """Log-probs (and entropies) of the trained tokens of a pack on this device, float32 [N]."""
         attention = PackedAttention(batch.layout, self.device)
         chunk = self.chunk_size or max(1, batch.num_targets)
-        return self.model(
+        out = self.model(
             batch.input_ids, batch.position_ids, attention, batch.target_rows, batch.labels, batch.inv_temperature,
             chunk, with_entropy,
         )  # fmt: skip
+        if not torch.is_grad_enabled():
+            self._reshard()
+        return out
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Forward only, float32 [N]."""
         return self.forward(batch)[0]
+
+    def _reshard(self) -> None:
+        """Let the parameters be the sharded ones. After a forward without backward, `reshard_after_forward=False`
+        leaves gathered copies in their place, which neither the optimizer nor an update knows."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the sum of all ranks' losses (FSDP takes the mean over ranks)."""
@@ -183,3 +195,5 @@ class TrainEngine:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(device, non_blocking=True)
+        if device.type == "cpu":
+            synchronize(self.device)  # who reads host memory does not wait for the copies

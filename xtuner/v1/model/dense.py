@@ -141,7 +141,8 @@ class DenseModel(nn.Module):
         The training entry: embedding, final norm and head belong to FSDP's root, whose hooks run around this.
         """
         hidden = self.hidden_states(input_ids, position_ids, attention).index_select(0, target_rows)
-        return linear_logprob(hidden, self.head_weight(), labels, inv_temperature, chunk_size, with_entropy)
+        weight = self.head_weight()
+        return linear_logprob(hidden.to(weight.dtype), weight, labels, inv_temperature, chunk_size, with_entropy)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile every layer's forward, for any number of rows; before checkpointing and FSDP wrap it.
