@@ -91,6 +91,8 @@ def test_options_that_would_do_nothing_are_refused(make, message):
     [
         ({"sp_size": 2}, "sp_size=2: this version trains data-parallel only"),
         ({"fsdp_cfg": FSDPConfig(tp_size=2)}, "fsdp_cfg.tp_size=2"),
+        ({"ref_model_fsdp_cfg": FSDPConfig(ep_size=2)}, "ref_model_fsdp_cfg.ep_size=2"),
+        ({"fsdp_cfg": FSDPConfig(requires_grad=False)}, "requires_grad=False: the policy would not learn"),
         ({"offload_rollout_routed_experts": True}, "routed-experts options need a mixture-of-experts model"),
         ({"sft_dataloader_cfg": {}}, "supervised steps"),
         ({"rollout_steps_per_sft": 2}, "sft_\\* options need"),

@@ -229,6 +229,7 @@ SCENARIOS = {
                                                                    rollout_is_mode="both"))}, (),
     ),
     "poison on one rank": (4, 1, 23, {}, (2,)),
+    "no engine's log-probs on one rank": (2, 1, 64, {}, ()),
 }  # fmt: skip
 
 
@@ -241,6 +242,8 @@ def train(model: Path, name: str, rank: int = 0, world: int = 1, port: int = 0):
         samples = make_samples(count, seed=step)
         for i in poisoned if step == 1 else ():
             samples[i].advantages = [float("nan")] * len(samples[i].labels)
+        if name == "no engine's log-probs on one rank":
+            samples[0].rollout_logprobs = None
         result = worker.fit(packs_of(samples, world, steps, length)[rank], step + 1)
         updates += result.optimizer_steps
         metrics.append(result.metrics)
@@ -281,6 +284,7 @@ def test_two_ranks_equal_one(model, two_ranks, name):
         for key in a.keys() - local:
             assert b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-5, nan_ok=True), key
     for a, b, c in zip(one["metrics"], first["metrics"], second["metrics"], strict=True):
+        assert b.keys() == c.keys()
         for key in a.keys() - {"training_s"}:
             assert b[key] == pytest.approx(a[key], rel=1e-3, abs=2e-5) and b[key] == c[key], key
     assert not first["logprobs"].keys() & second["logprobs"].keys()

@@ -40,13 +40,13 @@ class FSDPConfig(XTunerConfig):
     recompute_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the layers (from the first) whose activations are recomputed in the backward."""
     vision_recompute_ratio: float = Field(1.0, ge=0, le=1)
-    """The same for a vision tower."""
+    """The same for a vision tower. Without effect: no model of this version has one."""
     checkpoint_preserve_rng_state: bool = True
     """Restore the random state for recomputation. Needed only where a layer draws random numbers."""
     mtp_checkpoint_use_reentrant: bool = True
-    """Reentrant recomputation of multi-token-prediction layers."""
+    """Reentrant recomputation of multi-token-prediction layers. Without effect: no model of this version has any."""
     cpu_offload: bool = False
-    """Keep sharded parameters, gradients and optimizer state in host memory."""
+    """Keep sharded parameters, gradients and optimizer state in host memory. On a CPU they are there anyway."""
     param_dtype: TorchDtype = torch.bfloat16
     """Type of compute on an accelerator. Master weights are float32 always."""
     cpu_param_dtype: TorchDtype = torch.float32
@@ -54,13 +54,14 @@ class FSDPConfig(XTunerConfig):
     reduce_dtype: TorchDtype = torch.bfloat16
     """Type in which gradients are summed over ranks. On a CPU: float32."""
     fp32_lm_head: bool = False
-    """Compute the head in float32 (weights too). Logits are float32 in either case."""
+    """Compute embedding, final norm and head with float32 weights. Logits are float32 in either case. The native
+    engine has weights of `RolloutConfig.dtype` there, so its log-probs differ a little more (see mismatch/*)."""
     torch_compile: bool = True
     """Compile each layer on CUDA. On a CPU it has no effect: nothing there needs a compiler."""
     mesh_prefix: str = "default"
     """Prefix of device-mesh dimension names."""
     requires_grad: bool = True
-    """False for a frozen model (reference)."""
+    """False for a reference model, whose layers need no recomputation."""
     hsdp_sharding_size: int | None = Field(None, ge=1)
     """Shard over groups of this size and replicate over the groups (HSDP). None: shard over all ranks."""
 

@@ -35,8 +35,12 @@ def forget_old_objects() -> None:
     gc.freeze()
 
 
-def resolve_device(accelerator: str, local_rank: int = 0) -> torch.device:
-    """The torch device of a worker. `accelerator` is GPU or CPU."""
+def resolve_device(accelerator: str) -> torch.device:
+    """The torch device of a worker, which sees no other GPU than its own. `accelerator` is GPU or CPU.
+
+    Raises:
+        RuntimeError: GPU, and there is none.
+    """
     if accelerator == "CPU":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -44,7 +48,7 @@ def resolve_device(accelerator: str, local_rank: int = 0) -> torch.device:
             f"resources.accelerator={accelerator!r} but torch sees no CUDA device on this machine. "
             "Start with --accelerator cpu, or run on a machine with a GPU."
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", 0)
 
 
 def seed_everything(seed: int) -> None:

@@ -47,9 +47,9 @@ class WorkerConfig(XTunerConfig):
     profile_step: list[int] | int | None = None
     """Train steps to profile; traces go to `profiling` in the run's log folder."""
     profile_time: bool = True
-    """Profile operators and kernels."""
+    """Profile operators and kernels. False, and `profile_memory` too: nothing is profiled."""
     profile_memory: bool = False
-    """Profile memory too."""
+    """Add memory to the profile, which holds operators and kernels in any case."""
     free_rollout_routed_experts_in_worker: bool = True
     """Mixture-of-experts routing replay: free the expert ids after use."""
     offload_rollout_routed_experts: bool = False
@@ -71,10 +71,18 @@ class WorkerConfig(XTunerConfig):
 
     @model_validator(mode="after")
     def _supported(self) -> "WorkerConfig":
-        for name, value in (("sp_size", self.sp_size), ("fsdp_cfg.tp_size", self.fsdp_cfg.tp_size),
-                            ("fsdp_cfg.ep_size", self.fsdp_cfg.ep_size)):  # fmt: skip
+        sizes = {"sp_size": self.sp_size}
+        for field, cfg in (("fsdp_cfg", self.fsdp_cfg), ("ref_model_fsdp_cfg", self.ref_model_fsdp_cfg)):
+            if cfg is not None:
+                sizes |= {f"{field}.tp_size": cfg.tp_size, f"{field}.ep_size": cfg.ep_size}
+        for name, value in sizes.items():
             if value != 1:
                 raise ValueError(f"train_worker_cfg.{name}={value}: this version trains data-parallel only; set 1.")
+        if not self.fsdp_cfg.requires_grad:
+            raise ValueError(
+                "train_worker_cfg.fsdp_cfg.requires_grad=False: the policy would not learn; it is for "
+                "ref_model_fsdp_cfg, leave it out here."
+            )
         if self.free_rollout_routed_experts_in_worker is not True or self.offload_rollout_routed_experts:
             raise ValueError("train_worker_cfg: routed-experts options need a mixture-of-experts model.")
         if self.sft_global_batch_size != -1 or self.rollout_steps_per_sft != 1:

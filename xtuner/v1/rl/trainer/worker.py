@@ -105,7 +105,9 @@ class TrainingWorker:
                     "end it with torch.distributed.destroy_process_group()."
                 )
             return
-        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        # Shards in host memory are gathered, and their norms summed, by gloo.
+        offloaded = "cpu:gloo,cuda:nccl" if self.config.fsdp_cfg.cpu_offload else "nccl"
+        backend = "gloo" if self.device.type == "cpu" else offloaded
         alone: dict[str, Any] = {"store": dist.HashStore()}
         where = alone if self.world_size == 1 else {"init_method": f"tcp://{host}:{port}"}
         dist.init_process_group(
@@ -239,12 +241,12 @@ class TrainingWorker:
         rows: list[Metrics] = []
         for pack in packs:
             train = seen[id(pack)]
-            row = {"entropy/train": mean_of(-train)}
-            if pack.rollout_logprobs is not None:
-                gap = mismatch_metrics(train, pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids))
-                row |= {"entropy/rollout": mean_of(-pack.rollout_logprobs)}
-                row |= {f"mismatch/{name}": value for name, value in gap.items()}
-            rows.append(row)
+            engine, known = pack.rollout_logprobs, slice(None)
+            if engine is None:  # every rank reduces the same names: without engine's log-probs, of no tokens
+                engine, known = train[:0], slice(0)
+            gap = mismatch_metrics(train[known], engine, pack.sample_index[known], len(pack.rollout_ids))
+            row = {"entropy/train": mean_of(-train), "entropy/rollout": mean_of(-engine)}
+            rows.append(row | {f"mismatch/{name}": value for name, value in gap.items()})
         return self._reduced(rows)
 
     def _profiled(self, train_step: int):
