@@ -5,6 +5,7 @@ import json
 import pytest
 
 from xtuner.v1.train.checkpoints import (
+    expect_files,
     keep_newest,
     newest_checkpoint,
     read_state,
@@ -38,6 +39,16 @@ class TestSaving:
             (part / "weights").write_text("new")
         assert (final / "weights").read_text() == "new"
         assert [p.name for p in final.parent.iterdir()] == ["ckpt-step-3"]
+
+    def test_a_worker_that_wrote_to_another_disk_is_noticed(self, tmp_path):
+        """Without it, a checkpoint without weights would be published as a complete one."""
+        final = tmp_path / "ckpt-step-1"
+        with pytest.raises(RuntimeError, match=r"1 of 2 files rank-\* are in .*file system that all machines share"):
+            with saving(final) as part:
+                (part / "rank-0").write_text("w")
+                expect_files(part, "rank-*", 1)
+                expect_files(part, "rank-*", 2)
+        assert not final.exists()
 
     def test_newest_goes_by_number_and_needs_its_state(self, tmp_path):
         assert newest_checkpoint(tmp_path) is None

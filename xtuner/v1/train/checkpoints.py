@@ -41,6 +41,15 @@ def saving(final: Path) -> Iterator[Path]:
         remove_path(part)
 
 
+def expect_files(folder: Path, pattern: str, count: int) -> None:
+    """Raise RuntimeError unless what workers wrote is seen here: they may live on other machines."""
+    if (found := len(list(folder.glob(pattern)))) < count:
+        raise RuntimeError(
+            f"{found} of {count} files {pattern} are in {folder}: the others were written on other machines. Give a "
+            "work_dir on a file system that all machines share"
+        )
+
+
 def step_of(path: Path) -> int | None:
     """N of `ckpt-step-N` or `hf-step-N`, None for any other name."""
     match = _NAME.fullmatch(path.name)

@@ -12,9 +12,9 @@ from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.utils import get_logger, log_to_file
-from xtuner.v1.utils.device import forget_old_objects, keep_freed_memory, resolve_device, seed_everything
+from xtuner.v1.utils.device import forget_old_objects, keep_freed_memory, seed_everything
 
-from .checkpoints import read_state, saving, write_state
+from .checkpoints import expect_files, read_state, saving, write_state
 from .debug_replay import replay_steps, rollout_only, train_only
 from .experiment import Experiment
 from .progress import Progress, StepTimer
@@ -145,7 +145,7 @@ class RLColocateTrainer:
             hidden_size=worker.model_cfg.hidden_size,
             share_prompts=worker.share_prompts,
             skip_zero_advantage=worker.loss_cfg.zero_without_advantage,
-            pad_multiple=1 if self.device.type == "cpu" else 64,
+            pad_multiple=1 if cfg.resources.device == "cpu" else 64,
             seed=None if cfg.deterministic else cfg.seed + step,
         )
         calls = [h.call("fit", packs[rank], step) for rank, h in enumerate(self.workers)]
@@ -179,6 +179,7 @@ class RLColocateTrainer:
             final = self.run_dir / "hf" / f"hf-step-{step}"
             with saving(final) as part:
                 await self.on_workers("save_hf", str(part), str(self.export_dtype))
+                expect_files(part, "*.safetensors", 1)
                 if not Path(cfg.tokenizer_path).samefile(cfg.load_from):
                     self.tokenizer.save_pretrained(part)
             self.experiment.saved(final, cfg.hf_max_keep)
@@ -187,6 +188,7 @@ class RLColocateTrainer:
             buffer = None if cfg.checkpoint_no_save_replay_buffer else self.replay_buffer.state_dict()
             with saving(final) as part:
                 await self.on_workers("save_checkpoint", str(part / "weights"), not cfg.checkpoint_no_save_optimizer)
+                expect_files(part / "weights", "rank-*.safetensors", self.world_size)
                 state = {
                     "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
                     "manager": self.manager.state_dict(), "replay_buffer": buffer,
@@ -232,7 +234,6 @@ class RLColocateTrainer:
         from transformers import AutoTokenizer
 
         cfg = self.cfg
-        self.device = resolve_device(cfg.resources.accelerator)
         self.world_size = self.launcher.world_size
         self.tokenizer = AutoTokenizer.from_pretrained(str(cfg.tokenizer_path))
         self.estimator = cfg.advantage_estimator_config.build()
@@ -265,7 +266,7 @@ class RLColocateTrainer:
         # The trainer pushes weights before the first request; without a trainer the engine reads the initial ones.
         changes = {"model_path": cfg.load_from, "skip_load_weights": False} if cfg.debug_rollout else {}
         engine = cfg.rollout_config.model_copy(update={"skip_load_weights": True} | changes)
-        self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, self.device.type)
+        self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, cfg.resources.device)
         self.replay_buffer = cfg.replay_buffer_config.build()
         self.manager = cfg.agent_loop_manager_cfg.build(
             self.rollout, self.tokenizer, self.replay_buffer, self.launcher, cfg.seed
