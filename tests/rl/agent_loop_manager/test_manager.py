@@ -4,12 +4,13 @@ import asyncio
 import json
 
 import pytest
-from scripted import ScriptedController, logged, make_manager, make_task, question, strategy, write_prompts
+from scripted import ScriptedController, exact, logged, make_manager, make_task, question, strategy, write_prompts
 
 from xtuner.v1.data_proto import Status
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, TaskSpecConfig
 from xtuner.v1.rl.agent_loop_manager.manager import split_batch, timing_summary
+from xtuner.v1.rl.judger import ComposedJudgerConfig, JudgerConfig
 
 
 @pytest.fixture
@@ -133,6 +134,17 @@ def test_configs_refuse_contradictions(prompts):
             judger_config=None,
             agent_loop_config=SingleTurnAgentLoopConfig(hf_checkpoint="m", enable_batch_judge=True),
         )
+
+
+def test_rows_that_name_no_branch_are_found_before_the_run(prompts):
+    """Else each is a judge error when it is drawn, and enough of them end the run in the middle."""
+    branch = JudgerConfig(judger_name="exact", reward_handler=exact)
+    wrong = make_task(prompts, judger_config=ComposedJudgerConfig(branches={"sum": branch}))
+    with pytest.raises(ValueError, match=r"rows name the judgers \['count'\], but .*branches has \['sum'\]"):
+        make_manager(ScriptedController(), wrong)
+    make_manager(
+        ScriptedController(), make_task(prompts, judger_config=ComposedJudgerConfig(branches={"count": branch}))
+    )
 
 
 def test_build_does_not_change_the_config(prompts):

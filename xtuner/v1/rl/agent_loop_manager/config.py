@@ -11,7 +11,7 @@ from xtuner.v1.rl.replay_buffer import ReplayBuffer
 
 from .manager import AgentLoopManager, Task
 from .producer import ProduceStrategyConfig, SyncProduceStrategyConfig
-from .sampler import SamplerConfig
+from .sampler import Sampler, SamplerConfig
 
 if TYPE_CHECKING:
     from xtuner.v1.rl.rollout.controller import RolloutController
@@ -79,7 +79,11 @@ class AgentLoopManagerConfig(XTunerConfig):
         launcher: "Launcher | None" = None,
         seed: int = 42,
     ) -> AgentLoopManager:
-        """Load the data and start judgers and loops. Without a `replay_buffer` the manager has its own."""
+        """Load the data and start judgers and loops. Without a `replay_buffer` the manager has its own.
+
+        Raises:
+            ValueError: rows that cannot be used, or that name a judger which a composed one does not have.
+        """
         if replay_buffer is None:
             replay_buffer = ReplayBuffer()
         specs = self.task_list()
@@ -88,6 +92,7 @@ class AgentLoopManagerConfig(XTunerConfig):
         for index, spec in enumerate(specs):
             name = spec.task_name
             sampler = spec.sampler_config.build(tokenizer, seed + index, name, index, len(specs), stride)
+            _check_branches(spec, sampler)
             judger = spec.judger_config.build(launcher) if spec.judger_config is not None else None
             loop = spec.agent_loop_config.build(rollout_controller, judger, tokenizer, launcher, name)
             strategy = spec.produce_strategy_config.build(
@@ -95,3 +100,15 @@ class AgentLoopManagerConfig(XTunerConfig):
             )
             tasks.append(Task(name, spec.weight, sampler, loop, strategy))
         return AgentLoopManager(tasks, rollout_controller, replay_buffer)
+
+
+def _check_branches(spec: TaskSpecConfig, sampler: Sampler) -> None:
+    """Rows whose `data_source` names no branch would be judge errors, found only when they are drawn."""
+    if not isinstance(spec.judger_config, ComposedJudgerConfig):
+        return
+    branches = spec.judger_config.branches.keys()
+    if unknown := sorted(sampler.dataloader.judger_names - branches):
+        raise ValueError(
+            f"task {spec.task_name!r}: rows name the judgers {unknown}, but judger_config.branches has "
+            f"{sorted(branches)}; add them, or map them with data_judger_mapping of the tokenize function."
+        )
