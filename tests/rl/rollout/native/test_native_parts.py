@@ -24,7 +24,7 @@ def _fill(cache, slots, length):
     content = torch.randn(2, 2, slots, length, 2, 4, generator=generator)
     for layer in range(2):
         k, v = content[layer].transpose(2, 3)
-        cache.fill(layer, 0, k[..., :-1, :], v[..., :-1, :])
+        cache.fill(layer, slice(0, slots), k[..., :-1, :], v[..., :-1, :])
         last = torch.full((slots,), length - 1)
         cache.append(layer, last, k[..., -1, :], v[..., -1, :])
     return content

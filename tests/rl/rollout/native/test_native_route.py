@@ -9,6 +9,7 @@ from xtuner.v1.model.config import DenseModelConfig, MHAConfig
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.rl.rollout.backends.native.cache import KVCache
 from xtuner.v1.rl.rollout.backends.native.runner import ModelRunner
+from xtuner.v1.rl.rollout.backends.native.shared_prompts import SharedPromptCache
 from xtuner.v1.rl.rollout.backends.native.weights import (
     drop_weights,
     lay_out_by_input,
@@ -50,15 +51,18 @@ def _trainers_logits(model, sequences):
     return model.logits(model.hidden_states(ids, positions, attention)[torch.tensor(lengths).cumsum(0) - 1])
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.08)])
+@pytest.mark.parametrize(
+    "cache_type, dtype, tolerance",
+    [(KVCache, torch.float32, 2e-5), (SharedPromptCache, torch.float32, 2e-5), (KVCache, torch.bfloat16, 0.08)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_whole_sequence(family, dtype, tolerance):
+def test_logits_are_those_of_the_whole_sequence(family, cache_type, dtype, tolerance):
     model = _model(family, dtype)
     plain = dtype == torch.float32
     if plain:
         lay_out_by_input(model)
     layout = memory_layout(model)
-    cache = KVCache(3, 2, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128, keys_by_column=plain)
+    cache = cache_type(3, 2, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128)
     cache.set_budget(10**6)
     runner = ModelRunner(model, cache)
     rng = np.random.default_rng(0)

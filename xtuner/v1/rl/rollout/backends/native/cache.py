@@ -1,12 +1,12 @@
 """Keys and values of the running sequences."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 LENGTH_STEP = 8
 """Decode attends to a multiple of this many places; half-precision kernels want aligned masks."""
 _GROWTH_STEP = 64
-_NO_MATRICES: tuple[int, int, list[tuple[Tensor, Tensor]]] = (0, 0, [])
 
 
 def round_up(value: int, step: int) -> int:
@@ -30,10 +30,7 @@ class KVCache:
         device: torch.device,
         max_slots: int,
         max_length: int,
-        keys_by_column: bool = False,
     ) -> None:
-        """keys_by_column: a place of a head's keys is a column in memory, which suits plain products with them."""
-        self._keys_by_column = keys_by_column
         self.device, self.dtype = device, dtype
         self.num_heads, self._dim = num_kv_heads, head_dim
         self.row_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
@@ -45,7 +42,6 @@ class KVCache:
         self.slots = self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._matrices = _NO_MATRICES
 
     def set_budget(self, num_bytes: int) -> None:
         """Bytes that storage may grow to; what is there already stays."""
@@ -89,29 +85,29 @@ class KVCache:
         kept = min(length, self.length)
         for tensors in (self.keys, self.values):
             for layer in range(self._num_layers):
-                new = self._allocate(slots, length, tensors is self.keys and self._keys_by_column)
+                new = self._zeros(slots, length, self._dim)
                 if self.slots:
                     new[:live, :, :kept] = tensors[layer][:live, :, :kept]
                     tensors[layer] = new
                 else:
                     tensors.append(new)
         self.slots, self.length = slots, length
-        self._matrices = _NO_MATRICES
 
-    def _allocate(self, slots: int, length: int, by_column: bool) -> Tensor:
-        """[slots, Hkv, length, D] of zeros, not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN."""
-        if by_column:
-            return self._allocate_rows(slots, self._dim, length).transpose(2, 3)
-        return self._allocate_rows(slots, length, self._dim)
+    def _zeros(self, count: int, rows: int, width: int) -> Tensor:
+        """[count, Hkv, rows, width]. Not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN."""
+        return torch.zeros(count, self.num_heads, rows, width, dtype=self.dtype, device=self.device)
 
-    def _allocate_rows(self, slots: int, rows: int, width: int) -> Tensor:
-        return torch.zeros(slots, self.num_heads, rows, width, dtype=self.dtype, device=self.device)
+    def claim(self, first_slot: int, which: np.ndarray, lengths: np.ndarray) -> tuple[slice | Tensor, np.ndarray]:
+        """Where the prompts of the slots from `first_slot` on go, and which prompt goes into each of these places.
 
-    def fill(self, layer: int, first_slot: int, k: Tensor, v: Tensor) -> None:
-        """Put k and v [R, Hkv, P, D] into the first places of R slots."""
-        slots = slice(first_slot, first_slot + k.shape[0])
-        self.keys[layer][slots, :, : k.shape[2]] = k
-        self.values[layer][slots, :, : v.shape[2]] = v
+        which int64 [B]: the prompt of each slot; lengths int64 [U]: tokens of each prompt.
+        """
+        return slice(first_slot, first_slot + len(which)), which
+
+    def fill(self, layer: int, target: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [R, Hkv, P, D] into the first places of the R claimed slots."""
+        self.keys[layer][target, :, : k.shape[2]] = k
+        self.values[layer][target, :, : v.shape[2]] = v
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [B, Hkv, D] into the first B slots, at positions int64 [B]."""
@@ -122,14 +118,6 @@ class KVCache:
     def view(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first slots and places: [B, Hkv, L, D] each, without a copy."""
         return self.keys[layer][:slots, :, :length], self.values[layer][:slots, :, :length]
-
-    def matrices(self, slots: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's view as keys [B * Hkv, D, L] and values [B * Hkv, L, D]; remembered for the next step."""
-        if self._matrices[:2] != (slots, length):
-            views = (self.view(layer, slots, length) for layer in range(self._num_layers))
-            matrices = [(k.transpose(2, 3).flatten(0, 1), v.flatten(0, 1)) for k, v in views]
-            self._matrices = slots, length, matrices
-        return self._matrices[2]
 
     @torch.inference_mode()
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
@@ -147,4 +135,3 @@ class KVCache:
         """Give the storage back."""
         self.slots = self.length = 0
         self.keys, self.values = [], []
-        self._matrices = _NO_MATRICES

@@ -16,11 +16,12 @@ from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
-from .cache import LENGTH_STEP, KVCache
+from .cache import LENGTH_STEP, KVCache, round_up
 from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
 from .runner import ModelRunner
 from .sampler import SamplingBatch, sample
 from .scheduler import Scheduler, Sequence
+from .shared_prompts import SharedPromptCache
 from .weights import drop_weights, lay_out_by_input, memory_layout, replace_weights, restore_weights
 
 _HEADROOM = 64
@@ -96,10 +97,12 @@ class NativeEngine:
         else:
             self._obstacle["update"] = "it has no weights yet: update_weights must come first."
         a = config.attention
-        self._cache = KVCache(
+        row_bytes = 2 * config.num_hidden_layers * a.num_key_value_heads * a.head_dim * self.dtype.itemsize
+        ample = 2 * self._max_batch_size * round_up(context, LENGTH_STEP) * row_bytes <= self._cpu_cache_bytes
+        cache_type = SharedPromptCache if plain_products and ample else KVCache
+        self._cache = cache_type(
             config.num_hidden_layers, a.num_key_value_heads, a.head_dim, self.dtype, self.device,
             max_slots=self._max_batch_size, max_length=context,
-            keys_by_column=plain_products,
         )  # fmt: skip
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._runner = ModelRunner(self._model, self._cache)

@@ -11,27 +11,28 @@ from xtuner.v1.ops.attention import AttentionContext, PackedAttention
 
 from .cache import LENGTH_STEP, KVCache, round_up
 from .route import InferenceRoute
+from .shared_prompts import SharedPromptAttention, SharedPromptCache
 
 
 class PrefillAttention:
     """Attention inside packed prompts that also fills the cache.
 
-    `sources` int64 [U, P]: the pack's rows of each prompt, padded with its last; `which` int64 [B]: the prompt of
-    each slot from `first_slot` on, so that siblings share its forward.
+    `sources` int64 [U, P]: the pack's rows of each prompt, padded with its last; `which` int64 [R]: the prompt of
+    each of the places `target` of the cache, so that siblings share its forward.
     """
 
     def __init__(
-        self, cache: KVCache, packed: PackedAttention, first_slot: int, sources: Tensor, which: Tensor
+        self, cache: KVCache, packed: PackedAttention, target: slice | Tensor, sources: Tensor, which: Tensor
     ) -> None:
         self._cache, self._packed = cache, packed
-        self._first_slot, self._sources, self._which = first_slot, sources, which
+        self._target, self._sources, self._which = target, sources, which
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self._cache.fill(layer, self._first_slot, self._spread(k), self._spread(v))
+        self._cache.fill(layer, self._target, self._spread(k), self._spread(v))
         return self._packed.attend(layer, q, k, v, scale)
 
     def _spread(self, x: Tensor) -> Tensor:
-        """[T, Hkv, D] -> [B, Hkv, P, D]. What is padding for one slot is masked until its own tokens replace it."""
+        """[T, Hkv, D] -> [R, Hkv, P, D]. What is padding for one slot is masked until its own tokens replace it."""
         rows = x.index_select(0, self._sources.view(-1)).view(*self._sources.shape, *x.shape[1:])
         return rows.transpose(1, 2).contiguous().index_select(0, self._which)
 
@@ -56,25 +57,6 @@ class DecodeAttention:
         return out.reshape(batch, heads, dim)
 
 
-class EagerDecodeAttention:
-    """The same by plain products, which for float32 on a CPU are faster than the fused kernel."""
-
-    def __init__(self, cache: KVCache, positions: Tensor, seen: int) -> None:
-        self._cache, self._positions = cache, positions
-        mask = torch.where(cache.places[:seen] > positions[:, None], -torch.inf, 0.0)
-        self._mask = mask[:, None].expand(-1, cache.num_heads, -1).reshape(-1, 1, seen)
-        self._matrices = cache.matrices(len(positions), seen)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        batch, heads, dim = q.shape
-        self._cache.append(layer, self._positions, k, v)
-        keys, values = self._matrices[layer]
-        # The queries of a group are the rows of one product.
-        grouped = q.reshape(keys.shape[0], -1, dim)
-        scores = torch.baddbmm(self._mask, grouped, keys, alpha=scale)
-        return torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)
-
-
 class ModelRunner:
     """Runs the model for slots of the cache. Returns float32 logits [B, V] of each slot's last token."""
 
@@ -82,8 +64,6 @@ class ModelRunner:
         self.model, self.cache = model, cache
         self._on_cpu = cache.device.type == "cpu"
         self._route = InferenceRoute(model, cache) if self._on_cpu else None
-        eager = self._on_cpu and cache.dtype == torch.float32
-        self._decode_attention = EagerDecodeAttention if eager else DecodeAttention
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 
@@ -98,7 +78,8 @@ class ModelRunner:
         sources = starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
         of_slots = self._put(np.array(which))
         packed = PackedAttention(SegmentLayout(lengths.tolist(), [-1] * len(members)), self.cache.device)
-        attention = PrefillAttention(self.cache, packed, first_slot, self._put(sources), of_slots)
+        target, stored = self.cache.claim(first_slot, np.array(which), lengths)
+        attention = PrefillAttention(self.cache, packed, target, self._put(sources), self._put(stored))
         self.prefilled_rows += int(lengths.sum())
         ids, positions = self._put(np.concatenate(members)), self._put(np.concatenate(places))
         logits = self._logits(ids, positions, attention, self._put(starts + lengths - 1))
@@ -109,7 +90,11 @@ class ModelRunner:
         inputs = np.empty((2, len(lengths)), np.int64)
         inputs[0], inputs[1] = last_tokens, lengths - 1
         ids_B, positions_B = self._put(inputs)
-        attention = self._decode_attention(self.cache, positions_B, round_up(int(lengths.max()), LENGTH_STEP))
+        attention: AttentionContext
+        if isinstance(self.cache, SharedPromptCache):
+            attention = SharedPromptAttention(self.cache, inputs[1])
+        else:
+            attention = DecodeAttention(self.cache, positions_B, round_up(int(lengths.max()), LENGTH_STEP))
         return self._logits(ids_B, positions_B, attention)
 
     def _logits(
