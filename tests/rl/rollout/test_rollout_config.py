@@ -93,10 +93,10 @@ def test_options_without_effect_are_named(model, caplog):
     get_logger().propagate = True
     try:
         with caplog.at_level("INFO"):
-            RolloutConfig(model_path=model, dist_port_base=30000, random_seed=1).resolve()
+            RolloutConfig(model_path=model, dist_port_base=30000, random_seed=1, tokenizer_path=model).resolve()
     finally:
         get_logger().propagate = False
-    assert "no effect with the native engine: random_seed, dist_port_base" in caplog.text
+    assert "no effect with the native engine: tokenizer_path, random_seed, dist_port_base" in caplog.text
 
 
 def test_the_model_folder_is_looked_at_before_an_engine_starts(tmp_path):

@@ -74,7 +74,7 @@ class SampleParams(XTunerConfig):
     no_stop_trim: bool = True
     """Keep the stop token in the ids: it is trained."""
     spaces_between_special_tokens: bool = False
-    """Decoding option."""
+    """Decoding option of some servers; must be False."""
     return_routed_experts: bool = True
     """Return expert ids where `RolloutConfig.enable_return_routed_experts` asks for them (MoE)."""
     skip_special_tokens: bool = True
@@ -86,8 +86,9 @@ class SampleParams(XTunerConfig):
     def _consistent(self) -> "SampleParams":
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"sample_params: min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}.")
-        if self.stream:
-            raise ValueError("sample_params.stream=True is not supported: leave it False.")
+        for name in ("stream", "spaces_between_special_tokens"):
+            if getattr(self, name):
+                raise ValueError(f"sample_params.{name}=True is not supported: leave it False.")
         return self
 
 

@@ -121,7 +121,8 @@ class AgentLoopConfig(XTunerConfig, ABC):
     """How the samples of a task are made. A subclass writes `build_local`."""
 
     hf_checkpoint: str | Path
-    """Hugging Face folder of the model: source of tokenizer and processor."""
+    """Hugging Face folder of the model, for loops of your own that need more than the tokenizer. The loops here take
+    the run's (`tokenizer_path`)."""
     sample_params: SampleParamsOrDefault = Field(default_factory=SampleParams)
     """How responses are sampled; written onto every sample. None: the defaults."""
     cpu_resources: CPUResourcesConfig | None = None

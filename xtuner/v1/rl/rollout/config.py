@@ -39,8 +39,8 @@ _NOT_IN_NATIVE = {
 """Options that would change what is generated and that the native engine cannot honour: refused by name."""
 
 _NO_EFFECT_IN_NATIVE = (
-    "model_name", "gpus_per_node", "random_seed", "rollout_cross_node_comm", "dist_port_base", "weight_update_host",
-    "weight_update_port", "checkpoint_name_prefix", "checkpoint_engine_timeout",
+    "model_name", "tokenizer_path", "gpus_per_node", "random_seed", "rollout_cross_node_comm", "dist_port_base",
+    "weight_update_host", "weight_update_port", "checkpoint_name_prefix", "checkpoint_engine_timeout",
     "checkpoint_engine_sync_after_register", "allow_over_concurrency_ratio", "chunked_prefill_size",
     "launch_server_method", "session_server_timeout", "max_retry_per_worker", "worker_log_dir",
     "routed_proxy_url", "routed_proxy_admin_url",
@@ -52,7 +52,7 @@ class RolloutConfig(XTunerConfig):
     """The rollout engine of every rank."""
 
     env: str = ""
-    """Free label of the experiment; shown in the log."""
+    """Free label of the experiment; kept in the run's config.json."""
     backend: Backend | None = None
     """Engine. None: XTUNER_USE_NATIVE, _SGLANG, _LMDEPLOY or _VLLM = 1 in the environment, else `native`."""
     device: Literal["GPU", "CPU"] = "GPU"
