@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model import get_model_config_from_hf
-from xtuner.v1.rl.advantage import OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
+from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
 from xtuner.v1.rl.loss import GRPOLossConfig
@@ -142,6 +142,12 @@ def sampling(**fields):
         ({"rollout": {"model_path": "/no/such"}}, "rollout_config.model_path='/no/such': no config.json there"),
         ({"tokenizer_path": "/no/such"}, "tokenizer_path='/no/such': no tokenizer files there"),
         ({"rows": "/no/such.jsonl"}, "dataset anno_path='/no/such.jsonl' does not exist"),
+        (
+            {"advantage_estimator_config": DrGRPOAdvantageConfig(),
+             "worker": {"loss_cfg": GRPOLossConfig(
+                 policy_loss_cfg={"cliprange_low": 0.2, "cliprange_high": 0.2}, loss_reduction="sample")}},
+            "train_worker_cfg.loss_cfg: loss_reduction='sample', loss_max_length=None contradict",
+        ),
         (
             {"worker": {"ref_load_from": "/no/such", "loss_cfg": GRPOLossConfig(
                 policy_loss_cfg={"cliprange_low": 0.2, "cliprange_high": 0.2}, use_kl_loss=True, kl_loss_type="k3")}},

@@ -30,6 +30,12 @@ def test_a_list_of_another_length_is_refused(field):
         make_sample(state(**{field: [1, 1]}), 1.0)
 
 
+@pytest.mark.parametrize("field", ["input_ids", "labels"])
+def test_a_sequence_of_the_loop_s_own_is_refused_and_not_passed_over(field):
+    with pytest.raises(ValueError, match="rollout 0: input_ids and labels are not trained on"):
+        make_sample(state(**{field: [10, 11, 12, 20]}), 1.0)
+
+
 def test_unjudged_and_failed_members_take_no_part():
     group = [
         state(0, score=1.0),

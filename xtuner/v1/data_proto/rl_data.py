@@ -165,7 +165,7 @@ class RolloutState(BaseModel):
     seq_staleness: int = 0
     input_ids: list[int] | None = None
     labels: list[int] | None = None
-    """Agentic path: full sequence and per-token labels (-100: no loss)."""
+    """Full sequence and per-token labels (-100: no loss). Not trained on by this version: such a sample is refused."""
     reward: dict[str, Any] | None = None
     """Judger's output; must hold `score`."""
     judge_error: str | None = None

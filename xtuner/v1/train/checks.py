@@ -45,6 +45,9 @@ def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
     worker = cfg.train_worker_cfg
     if worker.loss_cfg.use_kl_loss and worker.ref_load_from is not None:
         problems += _check_model(cfg, "train_worker_cfg.ref_load_from", worker.ref_load_from)
+    idle = [name for name in ("ref_load_from", "ref_model_fsdp_cfg") if getattr(worker, name) is not None]
+    if idle and not worker.loss_cfg.use_kl_loss:
+        get_logger().warning(f"train_worker_cfg: no effect without loss_cfg.use_kl_loss: {', '.join(idle)}.")
     tokenizer = Path(cfg.tokenizer_path)
     if not (tokenizer / "tokenizer_config.json").is_file() and not (tokenizer / "tokenizer.json").is_file():
         problems.append(f"tokenizer_path={str(cfg.tokenizer_path)!r}: no tokenizer files there.")
@@ -99,6 +102,10 @@ def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
         problems.append(
             f"train_worker_cfg.fsdp_cfg.hsdp_sharding_size={shard} does not divide resources.num_workers={workers}."
         )
+    try:
+        cfg.train_worker_cfg.loss_cfg.normalized_by(cfg.advantage_estimator_config.loss_max_length)
+    except ValueError as error:
+        problems.append(f"train_worker_cfg.loss_cfg: {error}")
     repeat = min(task.sampler_config.prompt_repeat_k for task in cfg.agent_loop_manager_cfg.task_list())
     if cfg.train_batch_size * repeat < cfg.train_worker_cfg.optimizer_steps:
         problems.append(
@@ -114,7 +121,7 @@ def _check_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig
     params, context = task.agent_loop_config.sample_params, cfg.rollout_config.context_length
     longest_of_model = cfg.train_worker_cfg.model_cfg.max_position_embeddings
     for item in task.sampler_config.dataloader_cfg.dataset_config_list or []:
-        path = Path(item["dataset"].anno_path)
+        path = Path(item["dataset"].anno_path).expanduser()
         if not path.exists():
             problems.append(f"{where}: dataset anno_path={str(path)!r} does not exist.")
     longest = _longest_prompt(task)

@@ -38,8 +38,13 @@ def make_sample(state: RolloutState, advantage: float) -> TrainingSample:
     """Lay out one trainable state.
 
     Raises:
-        ValueError: log-probs or mask do not have the length of the response.
+        ValueError: log-probs or mask do not have the length of the response, or the sample has labels of its own.
     """
+    if state.input_ids is not None or state.labels is not None:
+        raise ValueError(
+            f"rollout {state.rollout_id}: input_ids and labels are not trained on by this version; put the tokens "
+            "behind the prompt into response_ids, and 0 into response_mask for those that are not to be trained."
+        )
     prompt, response = state.prompt_ids, state.response_ids
     assert prompt and response
     length = len(response)
