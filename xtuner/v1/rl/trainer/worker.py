@@ -1,6 +1,7 @@
 """One rank of the policy update."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +42,7 @@ class FitResult:
     """What one rank's part of a train step gave."""
 
     optimizer_steps: list[dict[str, float]]
-    """Metrics of each optimizer step, reduced over ranks."""
+    """Metrics of each optimizer step, reduced over ranks; `step_consumed_tokens` and memory are this rank's."""
     metrics: dict[str, float]
     """Metrics of the train step, reduced over ranks."""
     train_logprobs: dict[int, list[float]]
@@ -184,7 +185,8 @@ class TrainingWorker:
             )  # fmt: skip
             if pack.needs_gradient:
                 self.engine.backward(loss)
-            rows.append(metrics | is_metrics | {"loss": sum_of(loss), "trained_tokens": sum_of(pack.labels.ne(-1))})
+            totals = {"loss": sum_of(loss), "trained_tokens": sum_of(torch.ones_like(pack.labels))}
+            rows.append(metrics | is_metrics | totals)
             tokens += pack.input_ids.numel() - pack.num_padding
         step = self.engine.step()
         if step.skipped:
@@ -249,9 +251,8 @@ class TrainingWorker:
             rows.append(row | {f"mismatch/{name}": value for name, value in gap.items()})
         return self._reduced(rows)
 
-    def _profiled(self, train_step: int):
-        from contextlib import nullcontext
-
+    def _profiled(self, train_step: int) -> AbstractContextManager[Any]:
+        """A profile of this step if one is wanted."""
         wanted = self.config.profile_step
         steps = [wanted] if isinstance(wanted, int) else (wanted or [])
         if train_step not in steps or not (self.config.profile_time or self.config.profile_memory):
