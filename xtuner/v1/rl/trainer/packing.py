@@ -196,8 +196,8 @@ def pack_samples(
         idle = [s for s in part if not any(s.advantages)] if skip_zero_advantage else []
         idle = [] if len(idle) == len(part) else idle
         active = [s for s in part if any(s.advantages)] if idle else part
-        for rank in out:
-            rank.append([])
+        for packs in out:
+            packs.append([])
         for chosen, needs_gradient in ((active, True), (idle, False)):
             if not chosen:
                 continue
