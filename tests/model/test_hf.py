@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from xtuner.v1.model.hf import (
     HFWriter,
+    check_hf_weights,
     export_hf_tensors,
     iter_hf_tensors,
     load_hf_model,
@@ -161,6 +162,24 @@ def test_missing_files_are_named(tmp_path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(FileNotFoundError, match="model-00002-of-00002.safetensors"):
         list(iter_hf_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"half"])
+def test_a_file_that_is_not_whole_is_named(tmp_path, content: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(64)}, file)
+    file.write_bytes(file.read_bytes()[:-8] if content == b"half" else content)
+    for read in (check_hf_weights, lambda path: list(iter_hf_tensors(path))):
+        with pytest.raises(ValueError, match=r"model.safetensors \(.* bytes\) is not a whole safetensors file"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{broken", "[]", "{}"])
+def test_a_broken_index_is_named(tmp_path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match="model.safetensors.index.json: not an index of weight files") as info:
+        check_hf_weights(tmp_path)
+    assert type(info.value) is ValueError
 
 
 def test_loading_into_an_unallocated_model_says_so(tmp_path) -> None:

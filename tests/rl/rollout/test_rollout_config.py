@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from xtuner.v1.rl.rollout.worker import RolloutConfig
+from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
 
 VARIABLES = ("XTUNER_USE_NATIVE", "XTUNER_USE_SGLANG", "XTUNER_USE_LMDEPLOY", "XTUNER_USE_VLLM")
 
@@ -93,7 +94,10 @@ def test_options_without_effect_are_named(model, caplog):
     get_logger().propagate = True
     try:
         with caplog.at_level("INFO"):
-            RolloutConfig(model_path=model, dist_port_base=30000, random_seed=1, tokenizer_path=model).resolve()
+            launcher = build_launcher("local", AcceleratorResourcesConfig(accelerator="CPU", num_workers=1))
+            config = RolloutConfig(model_path=model, dist_port_base=30000, random_seed=1, tokenizer_path=model)
+            config.build(launcher, None, 0, "cpu")
+            launcher.shutdown()
     finally:
         get_logger().propagate = False
     assert "no effect with the native engine: tokenizer_path, random_seed, dist_port_base" in caplog.text
@@ -121,9 +125,9 @@ def test_backend_by_field_by_environment_and_by_default(monkeypatch, tmp_path):
     assert RolloutConfig(model_path="m", backend="native").resolve_backend() == "native"
 
 
-def test_a_foreign_engine_is_refused_with_the_way_to_get_it(monkeypatch, tmp_path):
+def test_a_foreign_engine_is_refused_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(RuntimeError, match=r'\'sglang\' is not installed: pip install "xtuner\[sglang\]"'):
+    with pytest.raises(RuntimeError, match="'sglang' is not installed, and this version drives only the native"):
         RolloutConfig(model_path="m", backend="sglang").resolve_backend()
     (tmp_path / "vllm.py").write_text("raise ImportError('must not be imported')")
     monkeypatch.setenv("XTUNER_USE_VLLM", "1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xtuner.v1.train.cli.config_file import load_trainer
-from xtuner.v1.train.cli.errors import UserError
+from xtuner.v1.train.cli.errors import UserError, show_value
 
 MODEL = """
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -69,7 +69,7 @@ MISTAKES = [
     ("trainer = Trainer(\n optim=dict(\n  lr=-1,\n ),\n)", 3, "optim.lr = -1: Input should be greater"),
     ("trainer = Trainer(\n optim={\n  'lr': -1,\n },\n)", 3, "optim.lr = -1: Input should be greater"),
     ("trainer = Trainer(\n items=[\n  {},\n  {'lr': 0},\n ],\n)", 4, "items.1.lr = 0: Input should be"),
-    ("trainer = Trainer(\n hihg=3,\n)", 2, "hihg: no such field. did you mean 'high'? Valid here: high, "),
+    ("trainer = Trainer(\n hihg=3,\n)", 2, "hihg: no such field. Did you mean 'high'? Valid here: high, "),
     ("trainer = Trainer(low=3)", 1, "low=3 is above high=1; swap them."),
     ("trainer = Trainer(items=[{'lr': 'x'}, {'lr': 0}])", 1, "items.0.lr = 'x'"),
     ("trainer = Trainer(items=[{'lr': 'x'}, {'lr': 0}])", 1, "items.1.lr = 0"),
@@ -100,6 +100,11 @@ def test_mistake_in_a_helper_module_names_that_file(tmp_path: Path) -> None:
 def test_secret_is_not_shown(tmp_path: Path) -> None:
     shown = refusal(write(tmp_path, "import os\ntrainer = Optim(api_key=os.environ.get('K', 'sk-123'))"))
     assert "(hidden)" in shown and "sk-123" not in shown
+
+
+@pytest.mark.parametrize("name, shown", [("max_tokens", "'x'"), ("eos_token_id", "'x'"), ("hf_token", "(hidden)")])
+def test_a_count_of_tokens_is_no_secret(name: str, shown: str) -> None:
+    assert show_value(name, "x") == shown
 
 
 @pytest.mark.parametrize(

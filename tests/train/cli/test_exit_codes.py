@@ -23,6 +23,15 @@ def test_failed_run_exits_1_and_shows_where(cli) -> None:
     assert "Traceback" in result.stderr and "Run failed: OSError: disk full" in result.stderr
 
 
+def test_what_the_package_says_of_a_failure_needs_no_traceback(cli) -> None:
+    body = "from xtuner.v1.utils.device import resolve_device; resolve_device('GPU')"
+    result = cli.run(cli.config(body), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1
+    assert "Run failed: resources.accelerator='GPU' but torch sees no CUDA device" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Traceback" in cli.run(cli.config(body), "--debug", CUDA_VISIBLE_DEVICES="").stderr
+
+
 @pytest.mark.parametrize("code", ["", "0", "'enough'"])
 def test_sys_exit_inside_a_run_is_no_success(cli, code: str) -> None:
     result = cli.run(cli.config(f"sys.exit({code})"))
@@ -34,7 +43,7 @@ def test_sys_exit_inside_a_run_is_no_success(cli, code: str) -> None:
     "args, message",
     [
         (["no_such.py"], "no such file"),
-        (["toy_config.py", "--set", "stps=3"], "did you mean 'steps'?"),
+        (["toy_config.py", "--set", "stps=3"], "Did you mean 'steps'?"),
         (["toy_config.py", "--set", "steps=0"], "--set steps=0"),
         (["toy_config.py", "--num-workers", "0"], "--num-workers"),
         (["toy_config.py", "--launcher", "slurm"], "slurm"),

@@ -146,7 +146,7 @@ def test_defaults_stay_unset_and_changes_in_place_are_kept() -> None:
     "text, parts",
     [
         ("train_worker_cfg.optim_cfg.learning_rate=1", ["has no field 'learning_rate'", "betas", "lr", "weight_decay"]),
-        ("train_wroker_cfg.seed=1", ["did you mean 'train_worker_cfg'?"]),
+        ("train_wroker_cfg.seed=1", ["Did you mean 'train_worker_cfg'?"]),
         ("train_worker_cfg.optim_cfg.lr=-1", ["optim_cfg.lr=-1", "lr = '-1': Input should be greater than 0"]),
         ("train_worker_cfg.optim_cfg.lr=fast", ["lr = 'fast': Input should be a valid number"]),
         ("total_train_steps=true", ["total_train_steps = 'true'"]),

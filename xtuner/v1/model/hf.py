@@ -26,15 +26,35 @@ _COMPANIONS = (
 
 def iter_hf_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a model folder. One shard is open at a time; tensors are read when they come up."""
-    from safetensors import safe_open
+    for shard, names in _open_shards(Path(path)):
+        for name in names:
+            yield name, shard.get_tensor(name)
 
-    for file, names in _shards(Path(path)):
-        with safe_open(file, framework="pt", device="cpu") as shard:
+
+def check_hf_weights(path: str | Path) -> None:
+    """Read the headers of all weight files; raises what `iter_hf_tensors` would."""
+    for _ in _open_shards(Path(path)):
+        pass
+
+
+def _open_shards(folder: Path) -> Iterator[tuple[Any, list[str]]]:
+    """Weight files, open one by one, with the names to read from each."""
+    from safetensors import SafetensorError, safe_open
+
+    for file, names in _shards(folder):
+        try:
+            opened = safe_open(file, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} ({file.stat().st_size:,} bytes) is not a whole safetensors file: {error}. Download it again "
+                "(a clone made without Git LFS holds only pointers: git lfs pull)."
+            ) from error
+        with opened as shard:
             present = set(shard.keys())
-            for name in sorted(present) if names is None else names:
+            for name in names or ():
                 if name not in present:
                     raise ValueError(f"{file}: has no tensor {name!r} though {INDEX_NAME} says so.")
-                yield name, shard.get_tensor(name)
+            yield shard, sorted(present) if names is None else names
 
 
 def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
@@ -42,7 +62,7 @@ def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
     index, single = folder / INDEX_NAME, folder / "model.safetensors"
     if index.is_file():
         by_file: dict[str, list[str]] = {}
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        for name, file in _weight_map(index).items():
             by_file.setdefault(file, []).append(name)
         if missing := [file for file in by_file if not (folder / file).is_file()]:
             raise FileNotFoundError(f"{folder}: the index names {_shorten(sorted(missing))}: not there.")
@@ -51,6 +71,13 @@ def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
         return [(single, None)]
     hint = " It has .bin files: convert them to safetensors first." if list(folder.glob("*.bin")) else ""
     raise FileNotFoundError(f"{folder}: neither {INDEX_NAME} nor model.safetensors is there.{hint}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: not an index of weight files ({error!r}). Download it again.") from error
 
 
 def load_hf_model(model: DenseModel, path: str | Path) -> None:

@@ -1,12 +1,16 @@
 """What can be known before a device is touched: files, and fields that must fit each other."""
 
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model import get_model_config_from_hf
+from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
+from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
 
 from .checkpoints import STATE_FILE
@@ -25,7 +29,7 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     if cfg.debug_train:  # neither data nor engine is used
         problem = replay_problem(Path(cfg.debug_rollout_dir or ""), cfg.total_train_steps)
         return problems + ([problem] if problem else [])
-    problems += _check_model(cfg, "rollout_config.model_path", cfg.rollout_config.model_path)
+    problems += _check_engine(cfg)
     for task in cfg.agent_loop_manager_cfg.task_list():
         where = f"agent_loop_manager_cfg.{task.task_name}"
         problems += _check_task(cfg, where, task) + _check_training_task(cfg, where, task)
@@ -41,7 +45,7 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
 
 
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
-    problems = _check_model(cfg, "load_from", cfg.load_from)
+    problems = _check_work_dir(cfg) + _check_model(cfg, "load_from", cfg.load_from)
     worker = cfg.train_worker_cfg
     if worker.loss_cfg.use_kl_loss and worker.ref_load_from is not None:
         problems += _check_model(cfg, "train_worker_cfg.ref_load_from", worker.ref_load_from)
@@ -60,6 +64,29 @@ def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
     return problems
 
 
+def _check_work_dir(cfg: "RLColocateTrainerConfig") -> list[str]:
+    """Whether the run's folder can be made; nothing is."""
+    folder = Path(cfg.work_dir or "work_dirs").absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        return [f"work_dir={str(cfg.work_dir)!r}: {there} is a file; give a folder."]
+    if not os.access(there, os.W_OK | os.X_OK):
+        return [f"work_dir={str(cfg.work_dir)!r}: no permission to write in {there}; give another folder."]
+    return []
+
+
+def _check_engine(cfg: "RLColocateTrainerConfig") -> list[str]:
+    """An engine that can be had here, with a model that fits it."""
+    rollout = cfg.rollout_config
+    broken = _check_model(cfg, "rollout_config.model_path", rollout.model_path)
+    problems = broken if Path(rollout.model_path) != Path(cfg.load_from) else []  # said of load_from already
+    try:
+        _ = rollout.resolve_backend() if broken else rollout.resolve()
+    except (ValueError, RuntimeError) as error:
+        problems.append(str(error))
+    return problems
+
+
 def _check_model(cfg: "RLColocateTrainerConfig", field: str, path: str | Path) -> list[str]:
     """A complete Hugging Face folder of the architecture that is trained."""
     folder, where = Path(path), f"{field}={str(path)!r}"
@@ -69,8 +96,16 @@ def _check_model(cfg: "RLColocateTrainerConfig", field: str, path: str | Path) -
         return [f"{where}: no *.safetensors weights there."]
     try:
         there = get_model_config_from_hf(folder).model_dump(mode="json")
-    except ValueError as error:
+        check_hf_weights(folder)
+    except (ValueError, FileNotFoundError) as error:
         return [f"{where}: {error}"]
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        try:
+            json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            return [f"{where}: {folder / name} is not JSON ({error}). Download it again."]
     ours = cfg.train_worker_cfg.model_cfg.model_dump(mode="json")
     return [
         f"train_worker_cfg.model_cfg.{name}={mine!r}, but {folder / 'config.json'} says {theirs!r}: {field} must be "
@@ -102,6 +137,9 @@ def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
         problems.append(
             f"train_worker_cfg.fsdp_cfg.hsdp_sharding_size={shard} does not divide resources.num_workers={workers}."
         )
+    if cfg.launcher != "local" or workers == 1:
+        problem = launch_problem(cfg.launcher, cfg.resources)
+        problems += [problem] if problem else []
     try:
         cfg.train_worker_cfg.loss_cfg.normalized_by(cfg.advantage_estimator_config.loss_max_length)
     except ValueError as error:

@@ -33,10 +33,13 @@ class Experiment:
         """With `resume` the newest run of `work_dir`, if it is finished or has a complete checkpoint.
 
         Raises:
-            RuntimeError: another process works on that run.
+            RuntimeError: another process works on that run, or nothing can be written in `work_dir`.
         """
         self.work_dir = work_dir.absolute()
-        work_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RuntimeError(f"work_dir={str(work_dir)!r}: no folder can be made there ({error}).") from error
         self._log_dir = log_dir
         found = self._newest(total_steps) if resume else None
         self.resumed = found is not None
@@ -88,6 +91,8 @@ class Experiment:
                 return path
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise RuntimeError(f"work_dir={str(self.work_dir)!r}: no run can be kept there ({error}).") from error
         raise RuntimeError(f"{self.work_dir}: cannot find a free name for the run.")
 
     def _own(self) -> None:

@@ -196,8 +196,8 @@ class RolloutConfig(XTunerConfig):
             return backend
         if importlib.util.find_spec(backend) is None:
             raise RuntimeError(
-                f'rollout engine {backend!r} is not installed: pip install "xtuner[{backend}]", or use '
-                "rollout_config.backend='native', which needs nothing."
+                f"rollout engine {backend!r} is not installed, and this version drives only the native engine yet: "
+                f"set rollout_config.backend='native' (and unset {wanted[backend]})."
             )
         raise RuntimeError(
             f"rollout engine {backend!r} is installed, but this version drives only the native engine yet: set "
@@ -246,8 +246,6 @@ class RolloutConfig(XTunerConfig):
             raise ValueError(
                 "rollout_config: the native engine cannot honour " + "; ".join(refused) + ". Remove these."
             )
-        if idle := [name for name in _NO_EFFECT_IN_NATIVE if self._changed(name)]:
-            get_logger().info(f"rollout_config: no effect with the native engine: {', '.join(idle)}.")
 
     def build(self, launcher: "Launcher", tokenizer: Any, seed: int, device: str) -> "RolloutController":
         """One engine a rank, not started yet. `seed` is the run's; `device` is "cuda" or "cpu".
@@ -260,6 +258,8 @@ class RolloutConfig(XTunerConfig):
         from .worker import RolloutWorker
 
         config = self.resolve()
+        if idle := [name for name in _NO_EFFECT_IN_NATIVE if self._changed(name)]:
+            get_logger().info(f"rollout_config: no effect with the native engine: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(launcher.world_size)]
         handles = [
             launcher.spawn_on(rank, name, RolloutWorker, config, rank, device) for rank, name in enumerate(names)

@@ -2,7 +2,7 @@
 
 from .handles import Handle, LocalHandle, WorkerLostError
 from .host import peer
-from .launcher import Launcher, LauncherKind, build_launcher
+from .launcher import Launcher, LauncherKind, build_launcher, launch_problem
 from .resources import AcceleratorResourcesConfig, CPUResourcesConfig
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "LocalHandle",
     "WorkerLostError",
     "build_launcher",
+    "launch_problem",
     "peer",
 ]

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import importlib.util
 import os
 import secrets
 import signal
@@ -31,6 +32,7 @@ _START_S = 600.0
 """Longest wait for processes and constructors: torch imported by many processes at once takes minutes."""
 _MAX_CALLS = 1_000_000
 """Calls in flight a host; the rollout controller bounds them by itself."""
+_NO_RAY = "launcher 'ray' needs Ray: pip install \"xtuner[ray]\". One worker runs without it (--num-workers 1)."
 
 
 class Launcher(Protocol):
@@ -56,9 +58,20 @@ class Launcher(Protocol):
 
 def build_launcher(kind: LauncherKind, resources: AcceleratorResourcesConfig) -> Launcher:
     """`auto` is `local` for one worker and `ray` for more. Refuses at once what the machine cannot do."""
-    if kind == "auto":
-        kind = "local" if resources.num_workers == 1 else "ray"
-    return LocalLauncher(resources) if kind == "local" else RayLauncher(resources)
+    return LocalLauncher(resources) if _resolved(kind, resources) == "local" else RayLauncher(resources)
+
+
+def launch_problem(kind: LauncherKind, resources: AcceleratorResourcesConfig) -> str | None:
+    """Why `build_launcher` would refuse, as far as this machine tells; nothing is started. None: it would not."""
+    ray = _resolved(kind, resources) == "ray"
+    try:
+        if ray and importlib.util.find_spec("ray") is None:
+            raise RuntimeError(_NO_RAY)
+        if not ray or _running_cluster() is None:
+            _check_gpus(resources)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 class LocalLauncher:
@@ -269,6 +282,12 @@ class RayLauncher:
             raise WorkerLostError(f"a worker process died while it started: {error}") from error
 
 
+def _resolved(kind: LauncherKind, resources: AcceleratorResourcesConfig) -> LauncherKind:
+    if kind != "auto":
+        return kind
+    return "local" if resources.num_workers == 1 else "ray"
+
+
 def _check_rank(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
@@ -296,9 +315,7 @@ def _import_ray() -> ModuleType:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise RuntimeError(
-            "launcher 'ray' needs Ray: pip install \"xtuner[ray]\". One worker runs without it (--num-workers 1)."
-        ) from error
+        raise RuntimeError(_NO_RAY) from error
     return ray
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_SECRET = re.compile(r"(^|_)(api_?key|secret|password|token)s?$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)((api_?key|secret|password)s?|token)$", re.IGNORECASE)
+"""Names of secrets; `max_tokens` and the like are counts."""
 _UNION_MEMBERS = {"str", "int", "float", "bool", "none", "dict", "list", "callable", "path", "url"}
 _MAX_VALUE_CHARS = 80
 HIDDEN = "(hidden)"
@@ -23,7 +24,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """The nearest valid name, if one is near, and all of them."""
     names = sorted(valid)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    hint = f"Did you mean '{near[0]}'? " if near else ""
     return f"{hint}Valid here: {', '.join(names)}."
 
 

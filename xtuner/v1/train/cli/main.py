@@ -155,6 +155,10 @@ def demo(
     def body(signals: StopSignals) -> None:
         from xtuner.v1.train.demo import run_demo
 
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--work-dir {work_dir}: no folder can be made there ({error})") from error
         run_demo(work_dir, steps, accelerator.value)
 
     sys.exit(run_process(body, debug))

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from .errors import UserError
+from .source import is_message
 
 FINISHED, FAILED, USER_MISTAKE = 0, 1, 2
 _STOPPING = [s for s in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if s is not None]
@@ -73,6 +74,8 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
         if _while_stopping(error):
             traceback.print_exc()
             return _stopped(signals)
+        if is_message(error) and not debug:
+            return _ended(error)
         return _failed(f"{type(error).__name__}: {error}")
 
 
@@ -87,6 +90,15 @@ def _stopped(signals: StopSignals) -> int:
     name = signal.Signals(signals.received or signal.SIGINT).name
     print(f"Stopped by {name}; the run is not finished.", file=sys.stderr)
     return signals.exit_code()
+
+
+def _ended(error: Exception) -> int:
+    """What the package itself found says it all; where it was found is for XTUNER_LOG_LEVEL=DEBUG."""
+    from xtuner.v1.utils import get_logger
+
+    get_logger().debug("Where the run failed:", exc_info=error)
+    get_logger().error(f"Run failed: {error}")
+    return FAILED
 
 
 def _failed(text: str) -> int:

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import shutil
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.device import resolve_device
 
 from .model import write_config, write_tokenizer
 from .task import make_rows, write_rows
@@ -107,7 +110,7 @@ def run_demo(work_dir: str | Path, steps: int = 100, accelerator: str = "cpu") -
     Leaves in `work_dir`: data/, model/ (the warmed-up model), grpo_demo.py, runs/ and learning_curve.png.
     Returns seconds of each part and the accuracies.
     """
-    folder = Path(work_dir).absolute()
+    folder, device = Path(work_dir).absolute(), resolve_device(accelerator.upper())
     log = get_logger()
     start = time.perf_counter()
     write_rows(folder / "data" / "train.jsonl", make_rows(4096, seed=21, evaluation=False))
@@ -115,7 +118,6 @@ def run_demo(work_dir: str | Path, steps: int = 100, accelerator: str = "cpu") -
     model = folder / "model"
     write_config(model)
     write_tokenizer(model)
-    device = torch.device("cpu" if accelerator == "cpu" else "cuda")
     log.info("demo: a model of 0.44 M parameters learns two-digit word problems from worked solutions")
     warm = asyncio.run(warm_start_of(model, device))
     warmed = time.perf_counter()
@@ -143,7 +145,7 @@ def run_demo(work_dir: str | Path, steps: int = 100, accelerator: str = "cpu") -
         f"Learning curve:   {folder / 'learning_curve.png'}\n"
         f"Trained model:    {last}\n"
         f"Trajectories:     {run_dir / 'train_rollout'}\n"
-        f"Try next:         xtuner train {config} --set train_worker_cfg.optim_cfg.lr=1e-4\n"
+        f"Try next:         {_program()} train {config} --set train_worker_cfg.optim_cfg.lr=1e-4\n"
     )
     return summary
 
@@ -153,6 +155,12 @@ async def warm_start_of(model: Path, device: torch.device) -> float:
     from .warm_start import warm_start
 
     return await warm_start(model, device, target=0.33)
+
+
+def _program() -> str:
+    """What to type for this command: its name where the shell finds it, else its path."""
+    found, here = shutil.which("xtuner"), Path(sys.executable).with_name("xtuner")
+    return str(here) if here.is_file() and (found is None or not here.samefile(found)) else "xtuner"
 
 
 def _load(config: Path):
@@ -179,7 +187,7 @@ def plot_curve(path: Path, curve: list[tuple[int, float]]) -> None:
     axes.set(xlabel="GRPO step", ylabel="held-out accuracy (sampled)", ylim=(0, 1), title="xtuner demo")
     axes.grid(alpha=0.3)
     for step, accuracy in (curve[0], curve[-1]):
-        axes.annotate(f"{accuracy:.2f}", (step, accuracy), textcoords="offset points", xytext=(4, 8))
+        axes.annotate(f"{accuracy:.2f}", (step, accuracy), textcoords="offset points", xytext=(0, 9), ha="center")
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

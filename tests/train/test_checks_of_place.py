@@ -1,0 +1,64 @@
+"""What `check` says of the machine and of folders is what `build` would say."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
+
+from .helpers import config
+
+
+def problems_of(model: Path, folder: Path, **changes) -> str:
+    return "\n".join(config(model, folder, **changes).check())
+
+
+def test_an_engine_that_cannot_be_had_is_a_problem(model, tmp_path):
+    assert "'sglang' is" in problems_of(model, tmp_path, rollout={"backend": "sglang"})
+    assert "context_length=513 exceeds max_position_embeddings=512" in problems_of(
+        model, tmp_path, rollout={"context_length": 513}
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_missing_gpu_is_a_problem(model, tmp_path, monkeypatch, workers):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    resources = AcceleratorResourcesConfig(accelerator="GPU", num_workers=workers)
+    with pytest.raises(RuntimeError) as refused:
+        build_launcher("auto", resources)
+    assert problems_of(model, tmp_path, resources=resources) == str(refused.value)
+
+
+def test_what_a_ray_cluster_has_is_not_asked_of_this_machine(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    resources = AcceleratorResourcesConfig(accelerator="GPU", num_workers=2)
+    assert problems_of(model, tmp_path, resources=resources) == ""
+
+
+def test_a_work_dir_that_cannot_be_is_a_problem(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file is a file; give a folder" in problems_of(model, tmp_path, work_dir=tmp_path / "file")
+    assert "file is a file; give a folder" in problems_of(model, tmp_path, work_dir=tmp_path / "file" / "runs")
+    assert problems_of(model, tmp_path, work_dir=tmp_path / "new" / "runs") == ""
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_broken_file_of_the_model_is_a_problem(model, tmp_path, name):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / name).write_text(json.dumps({"a": 1})[:-1])
+    assert f"{name} is not JSON" in problems_of(broken, tmp_path)
+
+
+def test_weights_that_are_not_whole_are_a_problem(model, tmp_path):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    file = next(broken.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"{file.name} (" in problems_of(broken, tmp_path)
+    file.unlink()
+    (broken / "other.safetensors").write_bytes(b"")
+    assert f"the index names {file.name}: not there" in problems_of(broken, tmp_path)
