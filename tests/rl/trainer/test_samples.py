@@ -1,6 +1,7 @@
 """Groups become samples with the right labels, advantages and counts."""
 
 import pytest
+import torch
 
 from xtuner.v1.data_proto import RolloutState, Status
 from xtuner.v1.rl.advantage import GRPOAdvantageConfig
@@ -71,6 +72,16 @@ def test_groups_without_signal_are_counted():
     report = build_samples(groups, GRPOAdvantageConfig().build(), 64)
     assert report.metrics["no_signal_group_share"] == 0.5
     assert [s.advantages[-1] for s in report.samples[:2]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("values", [[float("nan"), 0.0], [float("inf"), 0.0], [1.0], [[1.0, 0.0]]])
+def test_an_estimator_s_junk_is_refused_and_not_trained_on(values):
+    class Mine:
+        def compute(self, rewards, group):
+            return torch.tensor(values)
+
+    with pytest.raises(ValueError, match=r"Mine.compute gave .* for the rewards \[1.0, 0.0\]: it must give 2 finite"):
+        build_samples([[state(0), state(1, score=0.0)]], Mine(), 64)
 
 
 def test_a_response_without_a_trained_token_is_counted_and_left_out():

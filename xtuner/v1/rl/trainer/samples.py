@@ -101,7 +101,7 @@ def build_samples(
         if not members:
             continue
         rewards = torch.tensor([float((state.reward or {})["score"]) for state in members])
-        advantages = estimator.compute(rewards, members).tolist()
+        advantages = _advantages(estimator, rewards, members)
         no_signal += all(a == 0 for a in advantages)
         rewards_all += rewards.tolist()
         for state, advantage in zip(members, advantages, strict=True):
@@ -131,6 +131,17 @@ def build_samples(
     for reason, count in dropped.items():
         metrics[f"dropped/{reason}"] = count
     return SampleReport(samples, dropped, metrics)
+
+
+def _advantages(estimator: AdvantageEstimator, rewards: torch.Tensor, members: list[RolloutState]) -> list[float]:
+    """What the estimator says, which may be the user's own: a NaN would go unseen into every later step."""
+    advantages = torch.as_tensor(estimator.compute(rewards, members), dtype=torch.float32)
+    if advantages.shape != rewards.shape or not advantages.isfinite().all():
+        raise ValueError(
+            f"{type(estimator).__name__}.compute gave {advantages.tolist()} for the rewards {rewards.tolist()}: it "
+            f"must give {len(members)} finite numbers, one a response."
+        )
+    return advantages.tolist()
 
 
 def _statistics(groups, samples, rewards, lengths, prompts) -> dict[str, float]:
