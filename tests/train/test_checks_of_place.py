@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
+from xtuner.v1.utils import get_logger
 
-from .helpers import config
+from .helpers import config, write_prompts
 
 
 def problems_of(model: Path, folder: Path, **changes) -> str:
@@ -62,3 +63,11 @@ def test_weights_that_are_not_whole_are_a_problem(model, tmp_path):
     file.unlink()
     (broken / "other.safetensors").write_bytes(b"")
     assert f"the index names {file.name}: not there" in problems_of(broken, tmp_path)
+
+
+@pytest.mark.parametrize("batch, told", [(5, True), (4, False)])
+def test_prompts_that_a_step_repeats_are_told_of(model, tmp_path, caplog, monkeypatch, batch, told):
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    cfg = config(model, tmp_path, rows=write_prompts(tmp_path, 4), train_batch_size=batch, total_train_steps=1)
+    cfg.build().close()
+    assert (f"4 prompts are fewer than train_batch_size={batch}" in caplog.text) == told

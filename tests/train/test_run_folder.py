@@ -1,5 +1,6 @@
 """The parts that a run's folder is written with."""
 
+import errno
 import json
 
 import pytest
@@ -13,7 +14,7 @@ from xtuner.v1.train.checkpoints import (
     saving,
     write_state,
 )
-from xtuner.v1.train.experiment import META_FILE, Experiment, without_secrets
+from xtuner.v1.train.experiment import META_FILE, Experiment, environment, without_secrets
 from xtuner.v1.train.progress import Progress, step_line
 from xtuner.v1.train.run_log import MetricWriter, last_step
 from xtuner.v1.utils import lock_file, write_atomic, write_json
@@ -168,3 +169,20 @@ def test_the_step_line_shows_what_there_is(capsys):
     progress.step(1, {"time/step": 2.0})
     assert progress.accuracy == 0.25 and progress.times == [2.0]
     progress.close()
+
+
+def test_a_full_disk_says_where(tmp_path):
+    def write(part):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: .*state.json"):
+        write_atomic(tmp_path / "state.json", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_secrets_of_the_environment_are_not_kept(monkeypatch):
+    for name in ("XTUNER_AUTH", "RAY_REDIS_PASS", "XTUNER_API_KEY", "RAY_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    monkeypatch.setenv("XTUNER_LOG_LEVEL", "INFO")
+    kept = environment()["variables"]
+    assert kept["XTUNER_LOG_LEVEL"] == "INFO" and "s3cret" not in kept.values()

@@ -1,6 +1,7 @@
 """Groups are generated and judged so that no sample is lost and no judge's fault looks like a reward."""
 
 import asyncio
+import gc
 
 import pytest
 from scripted import ScriptedController, exact
@@ -14,7 +15,7 @@ from xtuner.v1.rl.agent_loop import (
     is_trainable,
     untrainable_reason,
 )
-from xtuner.v1.rl.agent_loop.concurrency import run_all
+from xtuner.v1.rl.agent_loop.concurrency import cancel_all, run_all
 from xtuner.v1.rl.agent_loop.router import AgentLoopWorker
 from xtuner.v1.rl.judger import BaseJudger, JudgerConfig
 from xtuner.v1.rl.utils import CPUResourcesConfig, LocalHandle
@@ -172,6 +173,23 @@ def test_an_exception_of_the_rollout_side_ends_the_group_with_its_place():
         generate(loop_of(controller, None))
     assert "rollout 12" in caught.value.__notes__[0]
     assert controller.under_way == 0, "siblings must not run on"
+
+
+def test_errors_of_siblings_that_had_ended_are_not_reported_as_lost():
+    lost: list[dict] = []
+
+    async def fail():
+        raise ValueError("alike")
+
+    async def both():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: lost.append(context))
+        tasks = [asyncio.create_task(fail()) for _ in range(3)]
+        await asyncio.wait(tasks)
+        await cancel_all(tasks)
+
+    asyncio.run(both())
+    gc.collect()
+    assert lost == []
 
 
 def test_run_all_keeps_order_and_cancels_the_rest():

@@ -88,6 +88,12 @@ def test_defaults_that_are_written_out_are_no_reason_to_refuse(model):
     RolloutConfig(model_path=model, enable_float8=False, api_key=None, extra_rollout_config={}).resolve()
 
 
+def test_a_refused_key_is_not_shown(model):
+    with pytest.raises(ValueError, match=r"api_key=\(hidden\)") as info:
+        RolloutConfig(model_path=model, api_key="sk-123").resolve()
+    assert "sk-123" not in str(info.value)
+
+
 def test_options_without_effect_are_named(model, caplog):
     from xtuner.v1.utils import get_logger
 

@@ -283,6 +283,11 @@ class RLColocateTrainer:
         if cfg.total_train_steps is not None:
             if cfg.total_epochs is not None:
                 logger.info(f"total_train_steps={cfg.total_train_steps} wins over total_epochs={cfg.total_epochs}.")
+            if not cfg.debug_train and (prompts := len(self.manager)) < cfg.train_batch_size:
+                logger.warning(
+                    f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: every step draws some "
+                    "of them more than once."
+                )
             return cfg.total_train_steps
         if cfg.debug_train:
             assert cfg.debug_rollout_dir is not None

@@ -31,8 +31,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(part)
         move_into_place(part, path)
-    except BaseException:
+    except BaseException as error:
         remove_path(part)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # a full disk does not say which
+            error.filename = str(path)
         raise
 
 

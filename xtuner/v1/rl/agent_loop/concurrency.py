@@ -22,14 +22,13 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel what still runs and wait until it has ended; what has not after 30 s is left with a warning."""
+    tasks = list(tasks)
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()
-    if not running:
-        return
-    ended, stuck = await asyncio.wait(running, timeout=_DRAIN_SECONDS)
-    for task in ended:
-        if not task.cancelled():
+    stuck = (await asyncio.wait(running, timeout=_DRAIN_SECONDS))[1] if running else set()
+    for task in tasks:
+        if task.done() and not task.cancelled():
             task.exception()  # marks it as seen: the error that led here is the one to raise
     if stuck:
         get_logger().warning(f"{len(stuck)} cancelled tasks have not ended after {_DRAIN_SECONDS:.0f} s.")

@@ -236,7 +236,7 @@ class RolloutConfig(XTunerConfig):
 
     def _check_native(self) -> None:
         refused = [
-            f"{name}={getattr(self, name)!r} ({reason})"
+            f"{name}={'(hidden)' if name == 'api_key' else repr(getattr(self, name))} ({reason})"
             for name, reason in _NOT_IN_NATIVE.items()
             if self._changed(name)
         ]

@@ -1,5 +1,6 @@
 """One run's process: signals, and an exit code that tells the truth."""
 
+import errno
 import os
 import signal
 import sys
@@ -74,7 +75,8 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
         if _while_stopping(error):
             traceback.print_exc()
             return _stopped(signals)
-        if is_message(error) and not debug:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if (full or is_message(error)) and not debug:
             return _ended(error)
         return _failed(f"{type(error).__name__}: {error}")
 
