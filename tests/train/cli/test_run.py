@@ -119,6 +119,27 @@ def test_evaluation_is_left_out_without_its_data(place: dict[str, str | None]) -
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(
+    "text, options, message",
+    [
+        ('{"prompt": "2+2?"}\n', [], "rows.jsonl:1: data_source: missing"),
+        ("", [], "no usable row"),
+        (None, ["total_train_steps=null", "total_epochs=1", "train_batch_size=13"], "12 prompts are fewer than"),
+    ],
+)
+def test_mistakes_in_the_data_are_found_by_either(
+    place: dict[str, str | None], tmp_path: Path, command: str, text: str | None, options: list[str], message: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(Path(str(place["DATA_PATH"])).read_text() if text is None else text)
+    args = [f"--set={option}" for option in options]
+    result = invoke(command, EXAMPLE, *SMALL, *args, env=place | {"DATA_PATH": str(rows)})
+    assert result.exit_code == 2
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
 def test_mistakes_in_files_and_numbers_are_all_listed(place: dict[str, str | None], command: str) -> None:
     wrong = [*SMALL[:2], "--set", "rollout_config.context_length=600"]
     result = invoke(command, EXAMPLE, *wrong, env=place | {"DATA_PATH": "/no/such/train.jsonl"})

@@ -44,6 +44,41 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     return problems
 
 
+def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
+    """Problems of the prompts: reads all rows as the run will, which finds them measured in the cache then."""
+    from transformers import AutoTokenizer
+
+    if cfg.debug_train:
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(str(cfg.tokenizer_path))
+    evaluation = cfg.eval_agent_loop_manager_cfg if cfg.enable_evaluate and not cfg.debug_rollout else None
+    problems = []
+    for manager in filter(None, (cfg.agent_loop_manager_cfg, evaluation)):
+        try:
+            prompts = sum(len(sampler) for sampler in manager.samplers(tokenizer, cfg.seed))
+            if manager is cfg.agent_loop_manager_cfg and cfg.total_train_steps is None:
+                epoch_steps(cfg, prompts)
+        except (ValueError, FileNotFoundError) as error:
+            problems.append(str(error))
+    return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
+
+
+def epoch_steps(cfg: "RLColocateTrainerConfig", prompts: int) -> int:
+    """Train steps of `total_epochs`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    assert cfg.total_epochs is not None
+    steps = prompts // cfg.train_batch_size * cfg.total_epochs
+    if steps == 0:
+        raise ValueError(
+            f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: total_epochs="
+            f"{cfg.total_epochs} gives 0 train steps. Lower train_batch_size or give more prompts."
+        )
+    return steps
+
+
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
     problems = _check_work_dir(cfg) + _check_model(cfg, "load_from", cfg.load_from)
     worker = cfg.train_worker_cfg

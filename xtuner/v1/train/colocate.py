@@ -15,6 +15,7 @@ from xtuner.v1.utils import get_logger, log_to_file
 from xtuner.v1.utils.device import forget_old_objects, keep_freed_memory, seed_everything
 
 from .checkpoints import expect_files, read_state, saving, write_state
+from .checks import epoch_steps
 from .debug_replay import replay_steps, rollout_only, train_only
 from .experiment import Experiment
 from .progress import Progress, StepTimer
@@ -292,15 +293,7 @@ class RLColocateTrainer:
         if cfg.debug_train:
             assert cfg.debug_rollout_dir is not None
             return max(replay_steps(Path(cfg.debug_rollout_dir)))
-        assert cfg.total_epochs is not None
-        prompts = len(self.manager)
-        steps = prompts // cfg.train_batch_size * cfg.total_epochs
-        if steps == 0:
-            raise ValueError(
-                f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: total_epochs="
-                f"{cfg.total_epochs} gives 0 train steps. Lower train_batch_size or give more prompts."
-            )
-        return steps
+        return epoch_steps(cfg, len(self.manager))
 
     def _restore_driver(self, state: dict[str, Any]) -> None:
         assert self.experiment is not None

@@ -173,6 +173,12 @@ class RLColocateTrainerConfig(XTunerConfig):
 
         return check_run(self)
 
+    def check_data(self) -> list[str]:
+        """What the prompts tell, once `check` finds nothing: rows that cannot be used, too few of them."""
+        from .checks import check_data
+
+        return check_data(self)
+
     def build(self) -> "RLColocateTrainer":
         """Check, start the workers and load the weights. This configuration is not changed.
 

@@ -71,6 +71,22 @@ class AgentLoopManagerConfig(XTunerConfig):
         """The tasks as a list."""
         return self.tasks if isinstance(self.tasks, list) else [self.tasks]
 
+    def samplers(self, tokenizer: Any, seed: int) -> list[Sampler]:
+        """Load the data of all tasks; starts nothing.
+
+        Raises:
+            ValueError: rows that cannot be used, or that name a judger which a composed one does not have.
+        """
+        specs = self.task_list()
+        stride = max(spec.sampler_config.prompt_repeat_k for spec in specs)
+        samplers = []
+        for index, spec in enumerate(specs):
+            config, name = spec.sampler_config, spec.task_name
+            sampler = config.build(tokenizer, seed + index, name, index, len(specs), stride)
+            _check_branches(spec, sampler)
+            samplers.append(sampler)
+        return samplers
+
     def build(
         self,
         rollout_controller: "RolloutController",
@@ -82,17 +98,13 @@ class AgentLoopManagerConfig(XTunerConfig):
         """Load the data and start judgers and loops. Without a `replay_buffer` the manager has its own.
 
         Raises:
-            ValueError: rows that cannot be used, or that name a judger which a composed one does not have.
+            ValueError: as `samplers` does.
         """
         if replay_buffer is None:
             replay_buffer = ReplayBuffer()
-        specs = self.task_list()
-        stride = max(spec.sampler_config.prompt_repeat_k for spec in specs)
         tasks = []
-        for index, spec in enumerate(specs):
+        for spec, sampler in zip(self.task_list(), self.samplers(tokenizer, seed), strict=True):
             name = spec.task_name
-            sampler = spec.sampler_config.build(tokenizer, seed + index, name, index, len(specs), stride)
-            _check_branches(spec, sampler)
             judger = spec.judger_config.build(launcher) if spec.judger_config is not None else None
             loop = spec.agent_loop_config.build(rollout_controller, judger, tokenizer, launcher, name)
             strategy = spec.produce_strategy_config.build(

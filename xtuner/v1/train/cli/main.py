@@ -113,7 +113,7 @@ def check(
 
         trainer_cfg: Any = _resolve(config, config_option, work_dir, num_workers, accelerator, launcher, set_)
         print_plan(trainer_cfg)
-        if problems := trainer_cfg.check():
+        if problems := trainer_cfg.check() or trainer_cfg.check_data():
             raise UserError("\n".join(["the run cannot start:", *(f"- {problem}" for problem in problems)]))
         typer.echo("No problem found.")
 
