@@ -108,6 +108,11 @@ def test_fields_that_only_fit_together_may_be_set_together(trainer: Any) -> None
     assert "evaluate_step=45 must be a multiple of sync_weights_interval=2" in shown
 
 
+def test_an_assignment_that_was_replaced_is_not_blamed() -> None:
+    shown = refusal(FSDPConfig(), "ep_size=1", "ep_size=x")
+    assert "--set ep_size=x: not valid" in shown and "ep_size=1" not in shown
+
+
 def test_rules_of_the_parents_are_checked_again() -> None:
     shown = refusal(FSDPConfig(hsdp_sharding_size=2), "ep_size=2")
     assert "--set ep_size=2" in shown and "hsdp_sharding_size=2 needs ep_size=1" in shown

@@ -46,10 +46,10 @@ def apply_overrides(config: BaseModel, overrides: Iterable[Override]) -> BaseMod
     Raises UserError that names the option.
     """
     root = _Draft(config, type(config), ())
-    given: list[tuple[Path, Override]] = []
+    given: dict[Path, Override] = {}  # of two for one field the last counts, and is the one to blame
     for override in overrides:
-        given.append((root.assign(override), override))
-    return root.finish(given) if given else config
+        given[root.assign(override)] = override
+    return root.finish(list(given.items())) if given else config
 
 
 @dataclass
