@@ -85,3 +85,36 @@ def test_logits_are_those_of_the_whole_sequence(family, cache_type, dtype, toler
                 expected = _trainers_logits(model, ids)
                 scale = max(1.0, expected.abs().max().item())
                 torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * scale)
+
+
+@torch.inference_mode()
+def test_siblings_of_shared_prompts_come_and_go():
+    model = _model("qwen3", torch.float32)
+    _randomise(model, 0)
+    cache = SharedPromptCache(3, 2, 16, torch.float32, torch.device("cpu"), max_slots=16, max_length=128)
+    cache.set_budget(10**6)
+    runner = ModelRunner(model, cache)
+    rng = np.random.default_rng(0)
+    long, short, late = (rng.integers(0, 50, n).astype(np.int32) for n in (40, 5, 60))
+
+    def admit(prompts, running):
+        cache.reserve(len(running) + len(prompts), 100, live=len(running))
+        runner.prefill(prompts, len(running))
+        return running + prompts
+
+    def check_decode(running):
+        last = rng.integers(0, 50, len(running))
+        running = [np.append(s, t).astype(np.int32) for s, t in zip(running, last, strict=True)]
+        logits = runner.decode(last, np.array([len(s) for s in running]))
+        torch.testing.assert_close(logits, _trainers_logits(model, running), rtol=1e-4, atol=1e-4)
+        return running
+
+    # More siblings than one copy of a prompt serves, beside a single one.
+    running = check_decode(check_decode(admit([long] * 10 + [short], [])))
+    cache.move([9, 10], [0, 3], 42)
+    running[0], running[3] = running[9], running[10]
+    running = check_decode(running[:9])
+    # A prompt moves into a place that was given up, and the newcomers are at another place of their slots.
+    running = admit([late, late, short], running)
+    for _ in range(3):
+        running = check_decode(running)

@@ -23,12 +23,10 @@ class Groups:
     """int64 [U * Hkv * S] the row at each place of the groups; padded with any."""
     to_slots: Tensor
     """int64 [B * Hkv] the place of each row."""
-    count: int
-    """U * Hkv"""
-    length: int
-    """Of the longest prompt."""
     mask: Tensor
-    """[U * Hkv, 1, length] to be added to scores."""
+    """[U * Hkv, 1, P] to be added to scores; P is the length of the longest prompt."""
+    matrices: list[tuple[Tensor, Tensor]]
+    """The prompts' keys [U * Hkv, D, P] and values [U * Hkv, P, D] of each layer."""
 
 
 class SharedPromptCache(KVCache):
@@ -121,9 +119,13 @@ class SharedPromptCache(KVCache):
         length_of[prompts] = lengths
         hidden = np.arange(lengths.max()) >= length_of[:, None]
         mask = np.where(hidden, -np.inf, 0.0).astype(np.float32).repeat(heads, 0)[:, None]
+        used, longest = slice(len(readers)), slice(int(lengths.max()))
+        matrices = [
+            (k[used, :, :, longest].flatten(0, 1), v[used, :, longest].flatten(0, 1))
+            for k, v in zip(self.prompt_keys, self.prompt_values, strict=True)
+        ]
         return Groups(
-            torch.from_numpy(to_groups.ravel()), torch.from_numpy(to_slots.ravel()),
-            len(readers) * heads, int(lengths.max()), torch.from_numpy(mask),
+            torch.from_numpy(to_groups.ravel()), torch.from_numpy(to_slots.ravel()), torch.from_numpy(mask), matrices
         )  # fmt: skip
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
@@ -156,25 +158,26 @@ class SharedPromptAttention:
         """See `AttentionContext`."""
         batch, heads, dim = q.shape
         cache, groups, rows = self._cache, self._groups, batch * k.shape[1]
-        group, length = heads // k.shape[1], groups.length
+        group, (count, _, length) = heads // k.shape[1], groups.mask.shape
         if isinstance(self._places, int):
             cache.keys[layer][:batch, :, self._places] = k
             cache.values[layer][:batch, :, self._places] = v
         else:
             cache.append(layer, self._places, k, v)
         keys, values = (t.flatten(0, 1) for t in cache.view(layer, batch, self._seen))
-        shared_keys = cache.prompt_keys[layer].flatten(0, 1)[: groups.count, :, :length]
-        shared_values = cache.prompt_values[layer].flatten(0, 1)[: groups.count, :length]
+        shared_keys, shared_values = groups.matrices[layer]
         # The query heads that share keys, and those of all siblings, are the rows of one product.
         q = (q * scale).view(rows, group * dim)
-        siblings = q.index_select(0, groups.to_groups).view(groups.count, -1, dim)
+        siblings = q.index_select(0, groups.to_groups).view(count, -1, dim)
         shared = torch.baddbmm(groups.mask, siblings, shared_keys).view(-1, group * length)
         own = torch.bmm(q.view(rows, group, dim), keys.transpose(1, 2))
         if self._mask is not None:
             own += self._mask
         shared = shared.index_select(0, groups.to_slots).view(rows, group, length)
         weights = torch.cat((shared, own), -1).softmax(-1)
-        shared = weights[..., :length].index_select(0, groups.to_groups).view(groups.count, -1, length)
-        shared = torch.bmm(shared, shared_values).view(-1, group * dim).index_select(0, groups.to_slots)
+        # Whole rows: gathering from a part of each is several times slower.
+        shared = weights.view(rows, -1).index_select(0, groups.to_groups).view(count, -1, weights.shape[-1])
+        shared = torch.bmm(shared[..., :length], shared_values).view(-1, group * dim)
+        shared = shared.index_select(0, groups.to_slots)
         own = torch.bmm(weights[..., length:], values)
         return own.add_(shared.view(own.shape)).view(batch, heads, dim)
