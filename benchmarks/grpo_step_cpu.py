@@ -4,7 +4,7 @@
     python benchmarks/grpo_step_cpu.py --trl-python trl/bin/python [--model FOLDER] [--out results.jsonl]
 
 The model is the demo's after its warm start (`--model`: such a folder; without it, one is made first). A step is
-32 prompts x 8 samples of at most 48 tokens, the GSM8K judger's reward, one AdamW update, no KL term. A block is
+32 prompts x 8 samples of at most 36 tokens, the GSM8K judger's reward, one AdamW update, no KL term. A block is
 a new process that trains from this model on; the cases take turns, so that whatever else the machine does falls on
 all. A block's figure is the median wall time from the end of one step to the end of the next, after the warm-up;
 a ratio compares blocks of one round. `other_load` is how many processors other work kept busy in the meantime; from
@@ -29,7 +29,7 @@ from typing import Any
 
 from rows import Rows, versions
 
-PROMPTS, GROUP, NEW_TOKENS = 32, 8, 48
+PROMPTS, GROUP, NEW_TOKENS = 32, 8, 36
 OURS = "xtuner native"
 TRL_CASES: dict[str, dict[str, Any]] = {
     "trl": {"keep_memory": False, "settings": {}},

@@ -42,7 +42,7 @@ from xtuner.v1.train.rl_trainer import RLColocateTrainerConfig
 
 here = Path(__file__).resolve().parent
 model_path = str(here / "model")
-max_prompt_length, max_response_length = 48, 48
+max_prompt_length, max_response_length = 48, 36
 pack_max_length = 32 * 1024
 
 
@@ -122,7 +122,7 @@ def run_demo(work_dir: str | Path, steps: int = 100, accelerator: str = "cpu") -
     warm = asyncio.run(warm_start_of(model, device))
     warmed = time.perf_counter()
     config = folder / "grpo_demo.py"
-    evaluate_step = max(1, steps // 10)
+    evaluate_step = max(1, steps // 5)
     config.write_text(
         CONFIG.format(config=config, accelerator=accelerator.upper(), steps=steps, evaluate_step=evaluate_step),
         encoding="utf-8",

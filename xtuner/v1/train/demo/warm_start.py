@@ -50,7 +50,7 @@ async def sampled_accuracy(engine: NativeEngine, tokenizer, data: Prompts, seed:
 
     from xtuner.v1.data_proto import SampleParams
 
-    params = SampleParams(max_tokens=48)
+    params = SampleParams(max_tokens=36)
     requests = [GenerateRequest(i, ids, params, seed * 100_003 + i) for i, ids in enumerate(data.prompts)]
     outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
     if failed := [o.error for o in outputs if o.finish_reason == "error"]:
