@@ -136,7 +136,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, 0
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate) or (isinstance(placement, Shard) and placement.dim != 0):
-            raise NotImplementedError(f"rows cannot be told for placement {placement}; shard on dim 0.")
+            raise ValueError(f"rows cannot be told for placement {placement}; shard on dim 0.")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), offset[0] if offset else 0
 

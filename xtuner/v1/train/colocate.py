@@ -36,7 +36,8 @@ class RLColocateTrainer:
         self.loop = asyncio.Runner()
         self.closed = False
         self.debug = cfg.debug_rollout or cfg.debug_train
-        keep_freed_memory()
+        if cfg.resources.accelerator == "CPU":
+            keep_freed_memory()
         seed_everything(cfg.seed)
         self.launcher = build_launcher(cfg.launcher, cfg.resources)
         self.rollout: RolloutController | None = None

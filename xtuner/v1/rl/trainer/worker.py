@@ -77,7 +77,8 @@ class TrainingWorker:
 
     def setup(self, host: str, port: int) -> None:
         """Join the other ranks at `host:port`, build the model and load the initial weights."""
-        keep_freed_memory()
+        if self.accelerator == "CPU":
+            keep_freed_memory()
         seed_everything(self.seed)
         set_deterministic(self.deterministic)
         self.device = resolve_device(self.accelerator)

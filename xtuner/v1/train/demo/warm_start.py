@@ -1,5 +1,6 @@
 """Supervised warm-up with the run's own engine, until the model is right now and then."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
+from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.engine import TrainEngine
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.rl.judger.gsm8k import score_gsm8k
@@ -46,10 +48,6 @@ class Prompts:
 
 async def sampled_accuracy(engine: NativeEngine, tokenizer, data: Prompts, seed: int) -> float:
     """Share of right answers, one response a prompt at temperature 1."""
-    import asyncio
-
-    from xtuner.v1.data_proto import SampleParams
-
     params = SampleParams(max_tokens=36)
     requests = [GenerateRequest(i, ids, params, seed * 100_003 + i) for i, ids in enumerate(data.prompts)]
     outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
@@ -69,7 +67,8 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
     """
     from transformers import AutoTokenizer
 
-    keep_freed_memory()
+    if device.type == "cpu":
+        keep_freed_memory()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     train = Prompts(tokenizer, make_rows(BATCH * MAX_STEPS, seed=11, evaluation=False))
     check = Prompts(tokenizer, make_rows(256, seed=12, evaluation=True))
