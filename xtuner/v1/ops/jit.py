@@ -1,0 +1,84 @@
+"""How the Numba kernels for CPUs are compiled, and the scalar functions that they share.
+
+Only modules of kernels import this one, and only where `cpu_kernels_available()` of `ops.cpu` says so.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+
+def _prefer_widest_vectors() -> None:
+    """LLVM keeps to half of AVX-512's width unless told otherwise; Numba reads the features when it is imported."""
+    if "numba" in sys.modules or "NUMBA_CPU_FEATURES" in os.environ:
+        return
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        os.environ["NUMBA_CPU_NAME"] = llvm.get_host_cpu_name()
+        os.environ["NUMBA_CPU_FEATURES"] = features.flatten() + ",-prefer-256-bit"
+
+
+def _keep_compiled_kernels() -> None:
+    """Numba renews what it compiled when a kernel's file changes, but not when this one does: hence a folder for it."""
+    if "NUMBA_CACHE_DIR" not in os.environ:
+        digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        numba.config.CACHE_DIR = str(root / "xtuner" / "kernels" / digest)
+
+
+_prefer_widest_vectors()
+
+import numba  # noqa: E402
+import numpy as np  # noqa: E402
+from numba import types  # noqa: E402
+from numba.extending import intrinsic  # noqa: E402
+
+_keep_compiled_kernels()
+
+_OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "error_model": "numpy"}
+
+
+def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+    """Compile at the first call, once a machine, without the interpreter's lock. Infinities and NaNs stay exact."""
+    compiled = numba.njit(nogil=True, cache=True, parallel=parallel, **_OPTIONS)
+    return compiled if function is None else compiled(function)
+
+
+def scalar(function: Callable[..., Any]) -> Any:
+    """A function of numbers for use inside kernels, rounded as it is written."""
+    return numba.njit(fastmath={"contract"}, error_model="numpy")(function)
+
+
+@intrinsic
+def as_float32(typing_context: Any, bits: Any) -> Any:
+    """The float32 whose bits are those of an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@scalar
+def exp(x):
+    """e^x in float32, relative error below 2e-7, which compilers can turn into vectors. Clamped at x of -87 and 88."""
+    x = np.float32(-87) if x < np.float32(-87) else x
+    x = np.float32(88) if x > np.float32(88) else x
+    n = np.int32(np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5)))
+    # ln 2 in two parts, the first short enough for n times it to be exact (Cody & Waite 1980).
+    r = (x - np.float32(n) * np.float32(0.693359375)) - np.float32(n) * np.float32(-2.12194440e-4)
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1)
+    p = p * r + np.float32(1)
+    return p * as_float32((n + np.int32(127)) << np.int32(23))
