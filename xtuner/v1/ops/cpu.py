@@ -7,7 +7,7 @@ from xtuner.v1.utils import get_logger
 
 @cache
 def cpu_kernels_available() -> bool:
-    """Whether Numba can compile ours here. Without it torch's own operations serve, slower; a line in the log says so."""
+    """Whether Numba can compile ours here. Without it torch's operations serve, slower; a line in the log says so."""
     try:
         from . import jit  # noqa: F401
     except ImportError as error:
