@@ -16,12 +16,33 @@ from .padded_attention import PaddedAttention
 class AttentionContext(Protocol):
     """Who may see whom, and where keys and values live. The model hands it each layer's rows."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D], rotated, flat rows; Hq a multiple of Hkv. Returns [T, Hq, D]."""
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], rotated, flat rows; Hq a multiple of Hkv.
+
+        window: a row sees itself and the window - 1 rows of its sample before it. sinks [Hq]: the score of one
+        more key for every row, whose value is 0 (Xiao et al. 2024, arXiv 2309.17453). Returns [T, Hq, Dv].
+        """
         ...
 
 
-def reference_attention(layout: SegmentLayout, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def reference_attention(
+    layout: SegmentLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The plain loop over segments that the fast paths are tested against; same shapes."""
     starts = [0, *accumulate(layout.lengths)]
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -32,9 +53,14 @@ def reference_attention(layout: SegmentLayout, q: Tensor, k: Tensor, v: Tensor, 
         if prefix >= 0:
             before = torch.arange(starts[prefix], starts[prefix] + layout.lengths[prefix], device=q.device)
             seen = torch.cat((before, own))
+        place = torch.arange(len(seen), device=q.device)
+        distance = place[-length:, None] - place
+        hidden = (distance < 0) | (distance >= (window or len(seen)))
         scores = torch.einsum("qhd,khd->hqk", q[own], k[seen]) * scale
-        scores = scores.masked_fill(seen[None, :] > own[:, None], float("-inf"))
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[seen]))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), -1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(seen)], v[seen]))
     return torch.cat(outputs)
 
 
@@ -48,11 +74,20 @@ class PackedAttention:
     def __init__(self, layout: SegmentLayout, device: torch.device | str) -> None:
         self._layout, self._device = layout, torch.device(device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionContext`."""
         if self._device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
-            return self._flash.attend(q, k, v, scale)
-        return self._padded.attend(q, k, v, scale)
+            return self._flash.attend(q, k, v, scale, window, sinks)
+        return self._padded.attend(q, k, v, scale, window, sinks)
 
     @cached_property
     def _flash(self) -> FlashAttention:

@@ -10,6 +10,7 @@ from torch import Tensor
 from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .gather import RowIndex, gather_rows
+from .sink_attention import sink_attention
 
 # Up to this many keys a CPU is faster with all scores of a block in memory, and they are no more than a few
 # times the queries themselves.
@@ -29,47 +30,72 @@ class PaddedAttention:
         starts = lengths.cumsum(0) - lengths
         self._blocks = [_Block.build(torch.tensor(s), starts, lengths, prefix) for s in _buckets(layout)]
         self._indices: dict[tuple[int, int], tuple[RowIndex, RowIndex, RowIndex]] = {}
-        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int, torch.dtype, int | None], Tensor] = {}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
-        num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionContext.attend`."""
+        num_q, num_kv, dim, v_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         q_index, kv_index, out_index = self._index(num_q, num_kv)
         q_blocks = gather_rows(q.reshape(-1, dim), q_index).split([b.num_queries * num_q for b in self._blocks])
         heads = kv_index.rows.numel() // sum(b.num_keys for b in self._blocks)
         sizes = [b.num_keys * heads for b in self._blocks]
         k_blocks = gather_rows(k.reshape(-1, dim), kv_index).split(sizes)
-        v_blocks = gather_rows(v.reshape(-1, dim), kv_index).split(sizes)
+        v_blocks = gather_rows(v.reshape(-1, v_dim), kv_index).split(sizes)
         outputs = [
-            self._attend_block(i, q_b, k_b, v_b, scale, heads)
+            self._attend_block(i, q_b, k_b, v_b, scale, heads, window, sinks)
             for i, (q_b, k_b, v_b) in enumerate(zip(q_blocks, k_blocks, v_blocks, strict=True))
         ]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return gather_rows(out, out_index).view(-1, num_q, dim)
+        return gather_rows(out, out_index).view(-1, num_q, v_dim)
 
-    def _attend_block(self, i: int, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
-        """q [B * Hq * Lq, D], k and v [B * heads * Lk, D]; returns q's shape."""
-        block, dim = self._blocks[i], q.shape[-1]
+    def _attend_block(
+        self,
+        i: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        heads: int,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q [B * Hq * Lq, D], k [B * heads * Lk, D], v [B * heads * Lk, Dv]; returns [B * Hq * Lq, Dv]."""
+        block, dim, v_dim = self._blocks[i], q.shape[-1], v.shape[-1]
         lk, lq, n = block.keys, block.queries, block.count
+        if window is not None and window >= lk:
+            window = None
+        if sinks is not None:
+            q, k, v = q.view(n, heads, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, v_dim)
+            mask = self._mask(i, q.dtype, window).unsqueeze(1)
+            return sink_attention(q, k, v, mask, scale, sinks).view(-1, v_dim)
         if self._device.type == "cpu" and lk <= _MAX_EAGER_KEYS:
             # The query heads that share keys are one taller matrix.
-            q, k, v = (t.view(n * heads, -1, dim) for t in (q, k, v))
-            return _EagerAttention.apply(q, k, v, self._mask(i, q.dtype), scale).view(-1, dim)
-        q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, dim)
-        mask = self._mask(i, torch.bool) if block.prefix_length is not None else None
+            q, k, v = (t.view(n * heads, -1, t.shape[-1]) for t in (q, k, v))
+            return _EagerAttention.apply(q, k, v, self._mask(i, q.dtype, window), scale).view(-1, v_dim)
+        q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, v_dim)
+        causal = block.prefix_length is None and window is None
+        mask = None if causal else self._mask(i, torch.bool, window)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads != q.shape[1]
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=heads != q.shape[1]
         )
-        return out.reshape(-1, dim)
+        return out.reshape(-1, v_dim)
 
-    def _mask(self, i: int, dtype: torch.dtype) -> Tensor:
+    def _mask(self, i: int, dtype: torch.dtype, window: int | None) -> Tensor:
         """[B or 1, 1, Lq, Lk]: True for what is seen, or 0 there and -inf elsewhere."""
-        if (i, dtype) not in self._masks:
-            mask = self._blocks[i].mask().to(self._device)
+        if (key := (i, dtype, window)) not in self._masks:
+            mask = self._blocks[i].mask(window).to(self._device)
             if dtype != torch.bool:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-            self._masks[i, dtype] = mask
-        return self._masks[i, dtype]
+            self._masks[key] = mask
+        return self._masks[key]
 
     def _index(self, num_q: int, num_kv: int) -> tuple[RowIndex, RowIndex, RowIndex]:
         """Indices of queries, of keys and values, and of the way back, over flat [T * heads] rows."""
@@ -92,8 +118,8 @@ class PaddedAttention:
 class _EagerAttention(torch.autograd.Function):
     """Softmax attention with its probabilities kept for the backward.
 
-    q [N, G * Lq, D], k and v [N, Lk, D], mask [B or 1, 1, Lq, Lk] to be added, N a multiple of B. Returns q's
-    shape.
+    q [N, G * Lq, D], k [N, Lk, D], v [N, Lk, Dv], mask [B or 1, 1, Lq, Lk] to be added, N a multiple of B.
+    Returns [N, G * Lq, Dv].
     """
 
     @staticmethod
@@ -168,15 +194,15 @@ class _Block:
     def num_keys(self) -> int:
         return self.kv_rows.numel()
 
-    def mask(self) -> Tensor:
+    def mask(self, window: int | None) -> Tensor:
         """bool [B or 1, 1, Lq, Lk], True for what is seen."""
-        causal = torch.ones(self.queries, self.queries, dtype=torch.bool).tril()
+        key, longest_prefix = torch.arange(self.keys), self.keys - self.queries
+        distance = torch.arange(longest_prefix, self.keys)[:, None] - key
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if self.prefix_length is None:
-            return causal[None, None]
-        longest = self.keys - self.queries
-        real = torch.arange(longest) >= longest - self.prefix_length[:, None]
-        shape = (self.count, 1, self.queries)
-        return torch.cat((real[:, None, None, :].expand(*shape, -1), causal.expand(*shape, -1)), 3)
+            return seen[None, None]
+        real = key >= longest_prefix - self.prefix_length[:, None]
+        return seen & real[:, None, None, :]
 
 
 def _per_head(places: Tensor, heads: int, source_heads: int | None = None) -> Tensor:
