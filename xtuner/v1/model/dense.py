@@ -1,5 +1,6 @@
-"""One decoder for all dense families."""
+"""One decoder for all families; `moe_model` puts experts in the place of its MLPs."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -7,13 +8,14 @@ from torch import Tensor, nn
 
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
-from xtuner.v1.ops.norm import rms_norm
+from xtuner.v1.ops.norm import add_rms_norm, rms_norm
 from xtuner.v1.ops.qkv import split_qkv
 from xtuner.v1.ops.rotary import RotaryTable, rotary_table
 from xtuner.v1.ops.swiglu import swiglu
 
-from .config import DenseModelConfig
-from .rope import rope_frequencies
+from .config import TransformerConfig
+from .rope import rope_frequencies, rotary_scale
+from .row_order import RowOrder
 
 
 class ParamSlice(NamedTuple):
@@ -39,10 +41,11 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention; queries, keys and values come from one projection."""
 
-    def __init__(self, config: DenseModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         a = config.attention
         self.layer, self.scale, self.eps = layer, a.head_dim**-0.5, config.rms_norm_eps
+        self.window = config.window_of(layer)
         self.num_q, self.num_kv = a.num_attention_heads, a.num_key_value_heads
         q_size = a.num_attention_heads * a.head_dim
         qkv_size = q_size + 2 * a.num_key_value_heads * a.head_dim
@@ -50,6 +53,7 @@ class SelfAttention(nn.Module):
         self.o_proj = _linear(q_size, config.hidden_size, a.o_bias, dtype)
         self.q_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(a.num_attention_heads, dtype=dtype)) if a.sinks else None
 
     def forward(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
         q_weight = self.q_norm.weight if self.q_norm is not None else None
@@ -59,16 +63,16 @@ class SelfAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:
         """Hand this layer's rows to the context."""
-        return attention.attend(self.layer, q, k, v, self.scale)
+        return attention.attend(self.layer, q, k, v, self.scale, self.window, self.sinks)
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one projection."""
 
-    def __init__(self, config: DenseModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = _linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, dtype)
-        self.down_proj = _linear(config.intermediate_size, config.hidden_size, config.mlp_bias, dtype)
+        self.gate_up_proj = _linear(hidden, 2 * inner, bias, dtype)
+        self.down_proj = _linear(inner, hidden, bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
@@ -77,33 +81,60 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual. The unit of FSDP and recomputation."""
 
-    def __init__(self, config: DenseModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = SelfAttention(config, layer, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = GatedMLP(config, dtype)
+        self.mlp = self.make_mlp(config, dtype)
+
+    def make_mlp(self, config: TransformerConfig, dtype: torch.dtype) -> nn.Module:
+        """What follows the attention; a layer of another kind has another one."""
+        return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype)
 
     def forward(self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
         """hidden [T, H] -> [T, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), rotary, attention)
+        norm = self.post_attention_layernorm
+        hidden, normed = add_rms_norm(attended, hidden, norm.weight, norm.eps)
+        return hidden + self.mlp(normed)
 
 
 class DenseModel(nn.Module):
     """Decoder-only language model over flat rows [T]; who sees whom is the attention context's business."""
 
-    def __init__(self, config: DenseModelConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer(config, i, dtype) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else _linear(config.hidden_size, config.vocab_size, False, dtype)
         # Plain tensors, no buffers: building on the meta device and moving the module leave them alone.
-        self._frequencies = {torch.device("cpu"): rope_frequencies(config.rope, config.attention.head_dim)}
-        self.hf_params = _hf_params(self)
+        self._frequencies = {torch.device("cpu"): rope_frequencies(config.rope, config.attention.rotary_dim)}
+        self.hf_params = {
+            part: ParamSlice(name, start, end)
+            for name, param in self.named_parameters()
+            for part, start, end in self.hf_parts(name if name.startswith("lm_head") else f"model.{name}", len(param))
+        }
+        # Parameters whose rows tensor parallelism stores in another order than the one `hf_params` counts in.
+        self.row_orders: dict[str, RowOrder] = {}
+
+    def make_layer(self, config: TransformerConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
+        return DecoderLayer(config, layer, dtype)
+
+    def hf_parts(self, name: str, rows: int) -> Iterator[tuple[str, int, int]]:
+        """Hugging Face names and rows [start, end) of what a parameter of ours is made of."""
+        a = self.config.attention
+        q, kv = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+        fused = {
+            "qkv_proj": {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)},
+            "gate_up_proj": {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)},
+        }
+        module = name.split(".")[-2]
+        for part, (start, end) in fused.get(module, {module: (0, rows)}).items():
+            yield name.replace(f".{module}.", f".{part}."), start, end
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """Hidden states after the final norm. input_ids and position_ids int64 [T]; returns [T, H]."""
@@ -115,7 +146,8 @@ class DenseModel(nn.Module):
 
     def rotary(self, position_ids: Tensor) -> RotaryTable:
         """Angles of positions int64 [T]."""
-        return rotary_table(position_ids, self._frequencies_on(position_ids.device))
+        frequencies = self._frequencies_on(position_ids.device)
+        return rotary_table(position_ids, frequencies, rotary_scale(self.config.rope))
 
     def head_weight(self) -> Tensor:
         """[V, H]; the embedding's weight if they are tied."""
@@ -140,8 +172,20 @@ class DenseModel(nn.Module):
 
         The training entry: embedding, final norm and head belong to FSDP's root, whose hooks run around this.
         """
-        hidden = self.hidden_states(input_ids, position_ids, attention).index_select(0, target_rows)
-        weight = self.head_weight()
+        hidden = self.hidden_states(input_ids, position_ids, attention)
+        return self.target_logprobs(hidden, target_rows, labels, inv_temperature, chunk_size, with_entropy)
+
+    def target_logprobs(
+        self,
+        hidden: Tensor,
+        target_rows: Tensor,
+        labels: Tensor,
+        inv_temperature: Tensor,
+        chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The end of `forward`: from hidden states [T, H] of all rows to log-probs of N labels."""
+        hidden, weight = hidden.index_select(0, target_rows), self.head_weight()
         return linear_logprob(hidden.to(weight.dtype), weight, labels, inv_temperature, chunk_size, with_entropy)
 
     def compile_layers(self, backend: str = "inductor") -> None:
@@ -166,7 +210,7 @@ class DenseModel(nn.Module):
                 full.fill_(1.0)
             elif not name.endswith(".bias"):
                 full.normal_(0.0, std, generator=generator)
-            copy_rows(param, full, 0)
+            copy_rows(param, full, 0, self.row_orders.get(name))
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
         if device not in self._frequencies:
@@ -178,23 +222,3 @@ def _linear(fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> nn.Lin
     # `skip_init` goes to the CPU unless told otherwise, whatever device is the default.
     device = torch.get_default_device()
     return nn.utils.skip_init(nn.Linear, fan_in, fan_out, bias=bias, dtype=dtype, device=device)
-
-
-def _hf_params(model: DenseModel) -> dict[str, ParamSlice]:
-    """Hugging Face name -> rows of ours, in file order. All dense families use the same names."""
-    a, inner = model.config.attention, model.config.intermediate_size
-    q, kv = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    fused = {
-        "qkv_proj": {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)},
-        "gate_up_proj": {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)},
-    }
-    names: dict[str, ParamSlice] = {}
-    for name, param in model.named_parameters():
-        path = name.split(".")
-        hf_name = name if path[0] == "lm_head" else f"model.{name}"
-        if path[-2] in fused:
-            for part, (start, end) in fused[path[-2]].items():
-                names[hf_name.replace(path[-2], part)] = ParamSlice(name, start, end)
-        else:
-            names[hf_name] = ParamSlice(name, 0, param.shape[0])
-    return names

@@ -1,0 +1,142 @@
+"""Mixture of experts: the router, the experts, and the block that takes an MLP's place."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xtuner.v1.ops.expert_order import ExpertOrder, combine_tokens, spread_tokens
+from xtuner.v1.ops.grouped_mm import grouped_mm
+from xtuner.v1.ops.swiglu import swiglu
+
+from .dense import GatedMLP
+from .moe_config import MoEModelConfig, RouterConfig
+
+# What stands between an expert's two projections: [M, 2 * I] -> [M, I].
+_EXPERT_ACTIVATIONS = {"swiglu": swiglu}
+
+
+class RouterStats(NamedTuple):
+    """Sums over the rows of a pack, each taken as often as its samples hold it: load and auxiliary losses."""
+
+    assigned: Tensor
+    """float32 [E]: rows that chose each expert. No gradient."""
+    prob_sum: Tensor
+    """float32 [E]: sum of each expert's probability (the scores divided by their sum)."""
+    z_sum: Tensor
+    """float32 []: sum of logsumexp(logits)²."""
+
+
+class Router(nn.Module):
+    """Chooses K experts for every token."""
+
+    def __init__(self, config: MoEModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.top_k, self.compute_dtype = config.router, config.num_experts_per_tok, config.router_dtype
+        experts, trained = config.n_routed_experts, not config.freeze_routers
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size, dtype=dtype), trained)
+        self.bias = nn.Parameter(torch.empty(experts, dtype=dtype), trained) if config.router.bias else None
+        # Differences of this bias decide between experts: half precision would change the choice.
+        correction = torch.empty(experts, dtype=torch.float32) if config.router.correction_bias else None
+        self.e_score_correction_bias = nn.Parameter(correction, False) if correction is not None else None
+
+    def forward(self, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats | None]:
+        """x [T, H] -> weights float32 [T, K], experts int64 [T, K], and the stats if there are row weights int [T]."""
+        bias = self.bias.to(self.compute_dtype) if self.bias is not None else None
+        logits = F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias).float()
+        scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
+        weights, ids = choose_experts(scores, self.top_k, self.config, self.e_score_correction_bias)
+        return weights, ids, None if row_weights is None else _stats(logits, scores, ids, row_weights.float())
+
+
+def choose_experts(
+    scores: Tensor, top_k: int, config: RouterConfig, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """scores float32 [T, E], correction float32 [E] -> weights float32 [T, K] and experts int64 [T, K].
+
+    With groups: the best `topk_group` of them by the sum of their two best scores (DeepSeek-V3, arXiv 2412.19437).
+    """
+    with torch.no_grad():
+        wanted = scores if correction is None else scores + correction
+        if config.topk_group < config.n_group:
+            by_group = wanted.unflatten(-1, (config.n_group, -1))
+            best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+            out = torch.ones_like(best, dtype=torch.bool)
+            out.scatter_(-1, best.topk(config.topk_group, dim=-1).indices, False)
+            wanted = by_group.masked_fill(out[..., None], -torch.inf).flatten(-2)
+        ids = wanted.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if config.norm_topk_prob:
+        # Sigmoids may all be 0.
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weights * config.router_scaling_factor, ids
+
+
+def _stats(logits: Tensor, scores: Tensor, ids: Tensor, row_weights: Tensor) -> RouterStats:
+    probs = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
+    chosen = torch.zeros_like(scores).scatter_(-1, ids, 1.0)
+    return RouterStats(row_weights @ chosen, row_weights @ probs, row_weights @ logits.logsumexp(-1).square())
+
+
+class StackedLinear(nn.Module):
+    """A projection for each expert.
+
+    The matrices lie one below the other, weight [E * out, in], so that one matrix of one expert is a range of rows
+    as in every other parameter; they are used as [E, out, in].
+    """
+
+    def __init__(self, experts: int, fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fan_in, self.fan_out = fan_in, fan_out
+        self.weight = nn.Parameter(torch.empty(experts * fan_out, fan_in, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts * fan_out, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [M, in] sorted by expert, ends int32 [E] (see `grouped_mm`) -> [M, out]."""
+        out = grouped_mm(x, self.weight.view(-1, self.fan_out, self.fan_in), ends)
+        if self.bias is not None:
+            sizes = ends.diff(prepend=ends.new_zeros(1))
+            rows = self.bias.view(-1, self.fan_out).repeat_interleave(sizes, dim=0, output_size=x.shape[0])
+            out = out + rows
+        return out
+
+
+class Experts(nn.Module):
+    """All experts of a layer. No token is dropped, whatever the load."""
+
+    def __init__(self, config: MoEModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.num_experts = experts
+        self.activation = _EXPERT_ACTIVATIONS[config.expert_act]
+        self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, config.expert_bias, dtype)
+        self.down_proj = StackedLinear(experts, inner, hidden, config.expert_bias, dtype)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], experts int64 [T, K] and their weights float32 [T, K] -> [T, H]."""
+        order = ExpertOrder.build(ids, self.num_experts)
+        return combine_tokens(self.compute(spread_tokens(x, order), order.ends), order, weights)
+
+    def compute(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [M, H] sorted by expert -> [M, H]."""
+        return self.down_proj(self.activation(self.gate_up_proj(x, ends)), ends)
+
+
+class MoEBlock(nn.Module):
+    """Routed experts, and beside them the shared ones if the model has any."""
+
+    def __init__(self, config: MoEModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Router(config, dtype)
+        self.experts = Experts(config, dtype)
+        shared = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = GatedMLP(config.hidden_size, shared, False, dtype) if shared else None
+
+    def forward(self, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, RouterStats | None]:
+        """x [T, H] -> [T, H], and the router's stats if there are row weights int [T]."""
+        weights, ids, stats = self.gate(x, row_weights)
+        out = self.experts(x, ids, weights)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out, stats

@@ -1,0 +1,91 @@
+"""The decoder with experts in the place of its MLPs."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from xtuner.v1.ops.attention import AttentionContext
+from xtuner.v1.ops.rotary import RotaryTable
+
+from .dense import DecoderLayer, DenseModel
+from .moe import MoEBlock, RouterStats
+from .moe_config import MoEModelConfig
+
+
+class MoEDecoderLayer(DecoderLayer):
+    """A layer with experts. It returns their router's stats too: FSDP and recomputation must see all that leaves."""
+
+    mlp: MoEBlock
+
+    def make_mlp(self, config: MoEModelConfig, dtype: torch.dtype) -> MoEBlock:
+        return MoEBlock(config, dtype)
+
+    def forward(
+        self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext, row_weights: Tensor | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
+        """hidden [T, H] -> [T, H], and the stats if there are row weights int [T]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attention)
+        out, stats = self.mlp(self.post_attention_layernorm(hidden), row_weights)
+        return hidden + out, stats
+
+
+class MoEModel(DenseModel):
+    """Layers with experts, and plain ones where the config says so."""
+
+    config: MoEModelConfig
+    router_stats: list[RouterStats]
+    """Of the layers with experts, from the last forward that was given row weights."""
+
+    def make_layer(self, config: MoEModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
+        kind = DecoderLayer if layer in config.dense_layers else MoEDecoderLayer
+        return kind(config, layer, dtype)
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, row_weights: Tensor | None = None
+    ) -> Tensor:
+        """As `DenseModel.hidden_states`; with row weights int [T] (how often a row counts) fills `router_stats`."""
+        rotary = self.rotary(position_ids)
+        hidden = self.embed_tokens(input_ids)
+        collected = []
+        for layer in self.layers:
+            if isinstance(layer, MoEDecoderLayer):
+                hidden, stats = layer(hidden, rotary, attention, row_weights)
+                collected.append(stats)
+            else:
+                hidden = layer(hidden, rotary, attention)
+        if row_weights is not None:
+            self.router_stats = collected
+        return self.norm(hidden)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        target_rows: Tensor,
+        labels: Tensor,
+        inv_temperature: Tensor,
+        chunk_size: int,
+        with_entropy: bool = False,
+        row_weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden = self.hidden_states(input_ids, position_ids, attention, row_weights)
+        return self.target_logprobs(hidden, target_rows, labels, inv_temperature, chunk_size, with_entropy)
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        for layer in self.layers:
+            if isinstance(layer, MoEDecoderLayer):
+                # How many rows an expert gets changes with every pack.
+                layer.mlp.experts.forward = torch.compiler.disable(layer.mlp.experts.forward)
+        super().compile_layers(backend)
+
+    def hf_parts(self, name: str, rows: int) -> Iterator[tuple[str, int, int]]:
+        if ".mlp.experts." not in name:
+            yield from super().hf_parts(name, rows)
+            return
+        size = rows // self.config.n_routed_experts
+        for expert in range(self.config.n_routed_experts):
+            first = expert * size
+            for part, start, end in super().hf_parts(name.replace(".experts.", f".experts.{expert}."), size):
+                yield part, first + start, first + end

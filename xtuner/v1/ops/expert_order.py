@@ -1,0 +1,59 @@
+"""Copies of tokens in the order of their experts, and back, without atomics in either direction."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertOrder(NamedTuple):
+    """A token that uses K experts has K copies; sorted by expert they are what the experts compute on."""
+
+    order: Tensor
+    """int64 [T * K]: which copy (token * K + choice) stands at each place."""
+    places: Tensor
+    """int64 [T * K]: at which place each copy stands."""
+    ends: Tensor
+    """int32 [E]: where the copies of each expert end."""
+
+    @classmethod
+    def build(cls, ids: Tensor, num_experts: int) -> "ExpertOrder":
+        """ids int64 [T, K]: the experts of each token."""
+        experts, order = ids.flatten().sort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        bounds = torch.arange(num_experts, device=ids.device)
+        ends = torch.searchsorted(experts, bounds, right=True, out_int32=True)
+        return cls(order, places, ends)
+
+
+def spread_tokens(x: Tensor, order: ExpertOrder) -> Tensor:
+    """x [T, H] -> [T * K, H] sorted by expert."""
+    return _Rows.apply(x, order.order, order.places, order.order.numel() // max(1, x.shape[0]))
+
+
+def combine_tokens(out: Tensor, order: ExpertOrder, weights: Tensor) -> Tensor:
+    """out [T * K, H] sorted by expert, weights [T, K] -> their weighted sum [T, H] in out's type."""
+    copies = _Rows.apply(out, order.places, order.order, 1).view(*weights.shape, out.shape[-1])
+    return torch.bmm(weights.to(out.dtype)[:, None], copies).squeeze(1)
+
+
+def reorder(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """x[order], where `places` is the inverse of the permutation `order`."""
+    return _Rows.apply(x, order, places, 1)
+
+
+class _Rows(torch.autograd.Function):
+    """Row i is x[index[i] // copies]; the gradient gathers the copies instead of adding into rows."""
+
+    @staticmethod
+    def forward(ctx, x, index, inverse, copies):
+        ctx.inverse, ctx.copies = inverse, copies
+        return x.index_select(0, index if copies == 1 else index // copies)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.index_select(0, ctx.inverse)
+        if ctx.copies > 1:
+            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
+        return grad, None, None, None
