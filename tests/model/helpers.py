@@ -19,6 +19,7 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64)
 FAMILIES = {
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True)),
     "qwen2-untied": ("Qwen2Config", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
@@ -27,6 +28,9 @@ FAMILIES = {
     "llama": ("LlamaConfig", dict(rope_parameters=LLAMA3, rms_norm_eps=1e-5)),
     "llama-bias": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "mistral": ("MistralConfig", dict(head_dim=16, sliding_window=None)),
+    "mistral-window": ("MistralConfig", dict(head_dim=16, sliding_window=13)),
+    "qwen3-window": ("Qwen3Config", dict(head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1)),
+    "qwen3-yarn": ("Qwen3Config", dict(head_dim=16, rope_parameters=YARN)),
 }
 
 

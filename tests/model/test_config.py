@@ -82,17 +82,14 @@ def test_unsupported_model_type_lists_the_supported(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (LLAMA31, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
-        (LLAMA31, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        (LLAMA31, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'.*default, linear, llama3, yarn"),
+        (LLAMA31, {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_slow=1.0 must be below"),
         (LLAMA31, {"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
         (LLAMA31, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA31, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA31, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         (LLAMA31, {"hidden_size": None}, "missing hidden_size"),
-        (QWEN2, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096.*32768"),
-        ({**LLAMA31, "model_type": "mistral"}, {"sliding_window": 4096}, "sliding_window=4096"),
-        # The family's default window acts where the file says nothing.
-        ({**LLAMA31, "model_type": "mistral"}, {}, "sliding_window=4096"),
+        (QWEN2, {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types names 1 layers"),
     ],
 )
 def test_what_would_compute_wrongly_is_refused(base: dict, change: dict, message: str) -> None:
@@ -100,11 +97,22 @@ def test_what_would_compute_wrongly_is_refused(base: dict, change: dict, message
         model_config_from_dict({**base, **change})
 
 
-def test_window_that_never_acts_is_accepted() -> None:
-    model_config_from_dict({**QWEN2, "use_sliding_window": True, "sliding_window": 32768})
-    # Only layers from max_window_layers on would be windowed, and there are none.
-    model_config_from_dict({**QWEN2, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 24})
-    model_config_from_dict({**LLAMA31, "model_type": "mistral", "sliding_window": None})
+def _windows(base: dict, **change) -> list[int | None]:
+    config = model_config_from_dict({**base, **change})
+    return [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+
+
+def test_windows_act_in_the_layers_that_transformers_gives_them() -> None:
+    mistral, none = {**LLAMA31, "model_type": "mistral"}, [None] * 32
+    # The family's default window acts where the file says nothing; null switches it off.
+    assert _windows(mistral) == [4096] * 32 == _windows(mistral, sliding_window=4096)
+    assert _windows(mistral, sliding_window=None) == none == _windows(mistral, sliding_window=131072)
+    windowed = {**QWEN2, "use_sliding_window": True, "sliding_window": 4096}
+    assert _windows(windowed) == [None] * 21 + [4096] * 3
+    assert _windows(windowed, max_window_layers=24) == [None] * 24 == _windows(windowed, sliding_window=None)
+    kinds = ["sliding_attention", "full_attention"] * 12
+    assert _windows(windowed, layer_types=kinds) == [4096, None] * 12
+    assert _windows(windowed, use_sliding_window=False) == [None] * 24
 
 
 def test_contradictions_are_refused() -> None:
@@ -112,6 +120,10 @@ def test_contradictions_are_refused() -> None:
         MHAConfig(num_attention_heads=3, num_key_value_heads=2, head_dim=8)
     with pytest.raises(ValidationError, match="model_type='llama' has other parts"):
         tiny_config(model_type="llama")
+    with pytest.raises(ValidationError, match="sliding_window is None: set it"):
+        tiny_config(layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(ValidationError, match="attention.sinks=True: model_type='qwen3'"):
+        tiny_config(attention=MHAConfig(**{**tiny_config().attention.model_dump(), "sinks": True}))
     with pytest.raises(ValidationError):
         DenseModelConfig(**{**tiny_config().model_dump(), "balancing_loss_cfg": None})
 

@@ -10,12 +10,14 @@ import torch
 from .config import DenseModelConfig, MHAConfig, RopeConfig
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
+_YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 
 _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -69,6 +71,7 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig:
         raise ValueError(f"hidden_act={act!r} is not supported, only 'silu'.")
     values = {**_FAMILY_DEFAULTS[family], **{k: v for k, v in raw.items() if v is not None}}
     heads = values["num_attention_heads"]
+    window, layer_types = _windows(family, raw, values)
     bias = bool(values.get("attention_bias", False))
     attention = MHAConfig(
         num_attention_heads=heads,
@@ -77,11 +80,12 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig:
         qkv_bias=True if family == "qwen2" else bias and family != "mistral",
         o_bias=bias and family in ("qwen3", "llama"),
         qk_norm=family == "qwen3",
-        sliding_window=_sliding_window(family, raw, values),
+        sliding_window=window,
     )
     return DenseModelConfig(
         model_type=family,
         attention=attention,
+        layer_types=layer_types,
         rope=_rope(values),
         mlp_bias=bool(values.get("mlp_bias", False)) and family == "llama",
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
@@ -92,22 +96,19 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig:
     )
 
 
-def _sliding_window(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
-    """The window that acts in some layer, None if none does."""
-    if family == "llama":
-        return None
+def _windows(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[int | None, list[Any] | None]:
+    """The sliding window and the layers where it acts; see `MHAConfig` and `TransformerConfig`."""
+    # An explicit null switches the window off; only an absent key means the family's default.
+    window = raw.get("sliding_window", values.get("sliding_window"))
     if family == "mistral":
-        # An explicit null switches the window off; only an absent key means the family's default.
-        return raw["sliding_window"] if "sliding_window" in raw else values["sliding_window"]
-    if not values.get("use_sliding_window", False):
-        return None
+        return window, None
+    if family == "llama" or window is None or not values.get("use_sliding_window", False):
+        return None, None
     layer_types = values.get("layer_types")
-    windowed = (
-        "sliding_attention" in layer_types
-        if layer_types
-        else values.get("max_window_layers", 28) < values["num_hidden_layers"]
-    )
-    return values["sliding_window"] if windowed else None
+    if layer_types is None:
+        full = min(values.get("max_window_layers", 28), values["num_hidden_layers"])
+        layer_types = ["full_attention"] * full + ["sliding_attention"] * (values["num_hidden_layers"] - full)
+    return (window, layer_types) if "sliding_attention" in layer_types else (None, None)
 
 
 def _rope(values: Mapping[str, Any]) -> RopeConfig:
@@ -121,6 +122,13 @@ def _rope(values: Mapping[str, Any]) -> RopeConfig:
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor={partial} is not supported, only 1.0.")
     config: dict[str, Any] = {"rope_type": kind, "theta": theta}
+    if kind == "yarn":
+        # As transformers does where the file says less than it should.
+        context = values["max_position_embeddings"]
+        original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or context
+        rope["factor"] = rope.get("factor") or context / rope["original_max_position_embeddings"]
+        config |= {key: rope[key] for key in _YARN_OPTIONS if rope.get(key) is not None}
     for key in _ROPE_KEYS[kind]:
         if rope.get(key) is None:
             raise ValueError(f"rope type {kind!r} needs {key!r}.")
@@ -130,7 +138,7 @@ def _rope(values: Mapping[str, Any]) -> RopeConfig:
 
 def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A config.json for `config`, readable by transformers, vLLM, SGLang and LMDeploy."""
-    a, rope = config.attention, config.rope
+    a = config.attention
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
@@ -144,8 +152,8 @@ def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]
         "hidden_act": config.hidden_act,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": rope.theta,
-        "rope_scaling": None,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": rope_scaling(config.rope),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
@@ -153,20 +161,26 @@ def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]
         "attention_dropout": 0.0,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if rope.rope_type != "default":
-        values["rope_scaling"] = {"rope_type": rope.rope_type, "factor": rope.factor}
-    if rope.rope_type == "llama3":
-        values["rope_scaling"] |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position_embeddings,
-        }
     if config.model_type in ("qwen3", "llama"):
         values["attention_bias"] = a.qkv_bias
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
     if config.model_type in ("qwen2", "qwen3"):
-        values["use_sliding_window"] = False
+        values["use_sliding_window"] = a.sliding_window is not None
+        if a.sliding_window is not None:
+            kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
+            first = kinds.index("sliding_attention")
+            values |= {"sliding_window": a.sliding_window, "layer_types": kinds, "max_window_layers": first}
     if config.model_type == "mistral":
         values["sliding_window"] = a.sliding_window
+    return values
+
+
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """The `rope_scaling` entry of a config.json."""
+    if rope.rope_type == "default":
+        return None
+    values = {"rope_type": rope.rope_type} | {key: getattr(rope, key) for key in _ROPE_KEYS[rope.rope_type]}
+    if rope.rope_type == "yarn":
+        values |= {key: value for key in _YARN_OPTIONS if (value := getattr(rope, key)) is not None}
     return values

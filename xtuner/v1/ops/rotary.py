@@ -30,10 +30,11 @@ class RotaryTable:
         return RotaryTable(cos[..., :half], sin[..., half:], (cos, sin))
 
 
-def rotary_table(position_ids: Tensor, inv_freq: Tensor) -> RotaryTable:
-    """position_ids int64 [T], inv_freq float32 [D/2]."""
+def rotary_table(position_ids: Tensor, inv_freq: Tensor, scale: float = 1.0) -> RotaryTable:
+    """position_ids int64 [T], inv_freq float32 [D/2]; what is rotated is also multiplied by `scale`."""
     angles = position_ids.to(torch.float32)[:, None, None] * inv_freq
-    return RotaryTable(angles.cos(), angles.sin())
+    cos, sin = angles.cos(), angles.sin()
+    return RotaryTable(cos, sin) if scale == 1.0 else RotaryTable(cos * scale, sin * scale)
 
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
@@ -41,6 +42,11 @@ def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = table.cos, table.sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def apply_rotary_interleaved(x: Tensor, table: RotaryTable) -> Tensor:
+    """Rotate the pairs (2 i, 2 i + 1) of each head; they come out at (i, i + D/2), which no score can tell."""
+    return apply_rotary(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), table)
 
 
 def rotate_whole(x: Tensor, table: RotaryTable) -> Tensor:
