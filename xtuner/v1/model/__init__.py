@@ -2,5 +2,9 @@
 
 from .config import DenseModelConfig, MHAConfig, RopeConfig, TransformerConfig
 from .hf_config import get_model_config_from_hf
+from .moe_config import BalancingLossConfig, MoEModelConfig, RouterConfig, ZLossConfig
 
-__all__ = ["DenseModelConfig", "MHAConfig", "RopeConfig", "TransformerConfig", "get_model_config_from_hf"]
+__all__ = [
+    "BalancingLossConfig", "DenseModelConfig", "MHAConfig", "MoEModelConfig", "RopeConfig", "RouterConfig",
+    "TransformerConfig", "ZLossConfig", "get_model_config_from_hf",
+]  # fmt: skip

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from .config import DenseModelConfig, MHAConfig, RopeConfig
+from .hf_moe import read_qwen3_moe, write_qwen3_moe
+from .moe_config import MoEModelConfig
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {
     "default": (),
@@ -24,6 +26,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # What transformers assumes where a config.json says nothing.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -31,11 +34,12 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen3_moe": {"max_position_embeddings": 32768, "sliding_window": 4096},
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def get_model_config_from_hf(path: str | Path) -> DenseModelConfig:
+def get_model_config_from_hf(path: str | Path) -> DenseModelConfig | MoEModelConfig:
     """The model config of a model folder, from its config.json alone.
 
     Raises FileNotFoundError if the folder or the file is missing, ValueError for what is not supported.
@@ -58,7 +62,7 @@ def get_model_config_from_hf(path: str | Path) -> DenseModelConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig:
+def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig | MoEModelConfig:
     """The model config of a parsed config.json."""
     family = raw.get("model_type")
     if family not in SUPPORTED_MODEL_TYPES:
@@ -78,22 +82,25 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig:
         num_key_value_heads=values.get("num_key_value_heads", heads),
         head_dim=values.get("head_dim", values["hidden_size"] // heads),
         qkv_bias=True if family == "qwen2" else bias and family != "mistral",
-        o_bias=bias and family in ("qwen3", "llama"),
-        qk_norm=family == "qwen3",
+        o_bias=bias and family in ("qwen3", "llama", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=window,
     )
-    return DenseModelConfig(
+    common = dict(
         model_type=family,
         attention=attention,
         layer_types=layer_types,
         rope=_rope(values),
-        mlp_bias=bool(values.get("mlp_bias", False)) and family == "llama",
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         **{key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
         rms_norm_eps=values.get("rms_norm_eps", 1e-6),
         max_position_embeddings=values["max_position_embeddings"],
-        **{key: values[key] for key in _REQUIRED if key != "num_attention_heads"},
+        **{key: values[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
     )
+    if family == "qwen3_moe":
+        return MoEModelConfig(**common, **read_qwen3_moe(values))
+    mlp_bias = bool(values.get("mlp_bias", False)) and family == "llama"
+    return DenseModelConfig(**common, intermediate_size=values["intermediate_size"], mlp_bias=mlp_bias)
 
 
 def _windows(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[int | None, list[Any] | None]:
@@ -104,6 +111,8 @@ def _windows(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> 
         return window, None
     if family == "llama" or window is None or not values.get("use_sliding_window", False):
         return None, None
+    if family == "qwen3_moe":
+        return window, None
     layer_types = values.get("layer_types")
     if layer_types is None:
         full = min(values.get("max_window_layers", 28), values["num_hidden_layers"])
@@ -136,7 +145,7 @@ def _rope(values: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(**config)
 
 
-def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def to_hf_config(config: DenseModelConfig | MoEModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A config.json for `config`, readable by transformers, vLLM, SGLang and LMDeploy."""
     a = config.attention
     values: dict[str, Any] = {
@@ -144,7 +153,6 @@ def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": a.num_attention_heads,
         "num_key_value_heads": a.num_key_value_heads,
@@ -161,7 +169,11 @@ def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]
         "attention_dropout": 0.0,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if config.model_type in ("qwen3", "llama"):
+    if isinstance(config, MoEModelConfig):
+        values |= write_qwen3_moe(config)
+    else:
+        values["intermediate_size"] = config.intermediate_size
+    if config.model_type in ("qwen3", "llama", "qwen3_moe"):
         values["attention_bias"] = a.qkv_bias
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
@@ -171,7 +183,9 @@ def to_hf_config(config: DenseModelConfig, dtype: torch.dtype) -> dict[str, Any]
             kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
             first = kinds.index("sliding_attention")
             values |= {"sliding_window": a.sliding_window, "layer_types": kinds, "max_window_layers": first}
-    if config.model_type == "mistral":
+    if config.model_type == "qwen3_moe":
+        values["use_sliding_window"] = a.sliding_window is not None
+    if config.model_type in ("mistral", "qwen3_moe"):
         values["sliding_window"] = a.sliding_window
     return values
 
