@@ -18,6 +18,10 @@ _QWEN3 = {
 SHAPES = {
     "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen3-4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                         "num_attention_heads": 32},
+    "qwen3-8b": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                         "num_attention_heads": 32, "tie_word_embeddings": False},
     "tiny": _QWEN3
     | {
         "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
@@ -26,12 +30,17 @@ SHAPES = {
 }  # fmt: skip
 
 
+def write_random_config(folder: Path, shape: str) -> Path:
+    """A folder with the config.json of `shape`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    return folder
+
+
 def write_random_model(folder: Path, shape: str, device: str = "cpu", seed: int = 0) -> Path:
     """A complete Hugging Face folder of `shape` with normal(0, 0.02) weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = folder.with_name(folder.name + "-config")
-    source.mkdir(exist_ok=True)
-    (source / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    source = write_random_config(folder.with_name(folder.name + "-config"), shape)
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "pad_token_id": 0}))
     write_tokenizer(source)
     dtype = getattr(torch, SHAPES[shape]["dtype"])

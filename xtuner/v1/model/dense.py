@@ -200,11 +200,13 @@ class DenseModel(nn.Module):
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
     def init_weights(self, seed: int = 0, std: float = 0.02) -> None:
-        """Random weights: normal matrices, norms 1, biases 0. The same for any sharding of the same model."""
+        """Random weights: normal matrices, norms 1, biases 0. The same for any sharding of the same model, and with
+        adapters, which are left alone."""
         from .hf import copy_rows
 
         generator = torch.Generator("cpu").manual_seed(seed)
-        for name, param in self.named_parameters():
+        for name in dict.fromkeys(place.param for place in self.hf_params.values()):
+            param = self.get_parameter(name)
             full = torch.zeros(param.shape, dtype=torch.float32, device="cpu")
             if name.endswith("norm.weight"):
                 full.fill_(1.0)

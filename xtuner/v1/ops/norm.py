@@ -9,11 +9,25 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension. x [..., H], weight [H]; returns x's shape and dtype."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        from . import norm_kernels
+
+        return norm_kernels.rms_norm(x, weight, eps)
     if x.is_cuda or x.dtype != torch.float32:
         return reference_rms_norm(x, weight, eps)
     if not torch.is_grad_enabled():
         return (x * inverse_rms(x, eps)).mul_(weight)
     return _CpuRMSNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, and its norm. All [..., H]; weight [H]."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        from . import norm_kernels
+
+        return norm_kernels.add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return total, rms_norm(total, weight, eps)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

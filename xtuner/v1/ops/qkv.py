@@ -21,6 +21,11 @@ def split_qkv(
     qkv [T, (num_q + 2 num_kv) * D], heads in the order queries, keys, values. Returns q [T, num_q, D], k and
     v [T, num_kv, D].
     """
+    whole_heads = table.cos.shape[-1] * 2 * (num_q + 2 * num_kv) == qkv.shape[1]
+    if qkv.is_cuda and whole_heads and not torch.compiler.is_compiling():
+        from . import qkv_kernels
+
+        return qkv_kernels.split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
     if qkv.is_cuda or qkv.dtype != torch.float32:
         return reference_split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
     if not torch.is_grad_enabled() and qkv.shape[0] <= _PIECE:

@@ -10,6 +10,10 @@ _ROWS = 512
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up [T, 2*I], the gate's columns first; returns [T, I]."""
+    if gate_up.is_cuda and gate_up.dim() == 2 and not torch.compiler.is_compiling():
+        from . import swiglu_kernels
+
+        return swiglu_kernels.swiglu(gate_up)
     if gate_up.is_cuda or gate_up.dim() != 2:
         return reference_swiglu(gate_up)
     if not torch.is_grad_enabled() and gate_up.shape[0] <= _ROWS:
