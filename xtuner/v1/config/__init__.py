@@ -2,6 +2,9 @@
 
 from .base import XTunerConfig
 from .fsdp import FSDPConfig, TorchDtype, parse_dtype
+from .lora import LoRAConfig
 from .optim import AdamWConfig, LRConfig, OptimConfig
 
-__all__ = ["AdamWConfig", "FSDPConfig", "LRConfig", "OptimConfig", "TorchDtype", "XTunerConfig", "parse_dtype"]
+__all__ = [
+    "AdamWConfig", "FSDPConfig", "LRConfig", "LoRAConfig", "OptimConfig", "TorchDtype", "XTunerConfig", "parse_dtype",
+]  # fmt: skip

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.lora import adapted_layers
 
 
 def build_mesh(cfg: FSDPConfig, world_size: int, device_type: str) -> DeviceMesh:
@@ -31,6 +32,16 @@ def compute_dtype(cfg: FSDPConfig, device: torch.device) -> torch.dtype:
     return cfg.param_dtype if device.type == "cuda" else cfg.cpu_param_dtype
 
 
+def freeze(model: DenseModel, cfg: FSDPConfig, device: torch.device) -> None:
+    """Take the weights out of training, in place. Each then lies in the type that it computes in, which is what FSDP
+    would make of it: only an optimizer needs more."""
+    model.requires_grad_(False)
+    dtype = compute_dtype(cfg, device)
+    for part, part_dtype in ((model, torch.float32 if cfg.fp32_lm_head else dtype), (model.layers, dtype)):
+        for param in part.parameters():
+            param.data = param.data.to(part_dtype)
+
+
 def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
     """Make every layer an FSDP2 unit and the model the root, in place.
 
@@ -48,6 +59,11 @@ def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: DeviceMesh, device: to
     reduce_dtype = cfg.reduce_dtype if device.type == "cuda" else torch.float32
     offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    if next(adapted_layers(model), None) is not None:
+        # Float32 adapters are merged into frozen weights, which lie in the type of compute: nothing is to be cast.
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        if cfg.fp32_lm_head:
+            model.layers[0].register_forward_pre_hook(lambda _, args: (args[0].to(param_dtype), *args[1:]))
     # The root's only float input is the temperature, which must stay float32: it scales float32 logits.
     root_policy = MixedPrecisionPolicy(
         param_dtype=torch.float32 if cfg.fp32_lm_head else param_dtype,

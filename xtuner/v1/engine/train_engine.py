@@ -1,6 +1,6 @@
 """The training engine: a sharded model, its optimizer, and the steps between them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig
 from xtuner.v1.data_proto import PackedBatch, WeightBucket
 from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
+from xtuner.v1.model.lora import adapters_off, add_adapters, init_adapters
+from xtuner.v1.model.peft import ADAPTER_FOLDER, peft_tensors, save_peft_adapter
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.utils.device import synchronize
 
 from .lr_schedule import learning_rate
-from .sharding import build_mesh, compute_dtype, shard_model
+from .sharding import build_mesh, compute_dtype, freeze, shard_model
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class TrainEngine:
     """One rank's part of the model in training.
 
     Master weights are float32 and sharded; compute runs in `fsdp_cfg.param_dtype`. With `optim_cfg=None` the
-    model is frozen (reference model).
+    model is frozen (reference model). With `lora_cfg` it is frozen but for its adapters, which `seed` fills.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class TrainEngine:
         device: torch.device,
         optim_cfg: AdamWConfig | None = None,
         lr_cfg: LRConfig | None = None,
+        lora_cfg: LoRAConfig | None = None,
+        seed: int = 0,
         total_optimizer_steps: int = 1,
         chunk_size: int | None = 1024,
     ):
-        self.model_cfg, self.optim_cfg, self.device = model_cfg, optim_cfg, device
+        self.model_cfg, self.optim_cfg, self.lora_cfg, self.device = model_cfg, optim_cfg, lora_cfg, device
         self.lr_cfg = lr_cfg or LRConfig()
         self.total_optimizer_steps = total_optimizer_steps
         self.chunk_size = chunk_size
@@ -60,18 +64,22 @@ class TrainEngine:
         self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
         self.mesh = build_mesh(fsdp_cfg, self.world_size, device.type)
         self.model = model_cfg.build(device="meta").to(torch.float32)
-        if optim_cfg is None:
-            self.model.requires_grad_(False)
+        if optim_cfg is None or lora_cfg is not None:
+            freeze(self.model, fsdp_cfg, device)
+        if lora_cfg is not None:
+            add_adapters(self.model, lora_cfg)
         shard_model(self.model, fsdp_cfg, self.mesh, device)
         self.model.to_empty(device="cpu" if self.cpu_offload else device)
+        init_adapters(self.model, seed)
         self.optimizer = self._build_optimizer() if optim_cfg else None
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         cfg = self.optim_cfg
         assert cfg is not None
         fused = cfg.fused if cfg.fused is not None else cfg.foreach is None
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         return torch.optim.AdamW(
-            self.model.parameters(), lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
+            trained, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
             fused=fused or None, foreach=cfg.foreach if not fused else None,
         )  # fmt: skip
 
@@ -97,6 +105,11 @@ class TrainEngine:
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Forward only, float32 [N]."""
         return self.forward(batch)[0]
+
+    def base_logprobs(self, batch: PackedBatch) -> Tensor:
+        """`logprobs` of the model without its adapters."""
+        with adapters_off(self.model):
+            return self.logprobs(batch)
 
     def _reshard(self) -> None:
         """Let the parameters be the sharded ones. After a forward without backward, `reshard_after_forward=False`
@@ -160,14 +173,29 @@ class TrainEngine:
             yield bucket
 
     def save_hf(self, out_dir: Path, source_dir: str | Path, dtype: torch.dtype) -> None:
-        """Write a Hugging Face folder; rank 0 writes, all ranks gather."""
-        tensors = export_hf_tensors(self.model, dtype)
+        """Write a Hugging Face folder; rank 0 writes, all ranks gather. With adapters: the merged model, if
+        `lora_cfg` wants it, and the adapter in PEFT's format in the folder `adapter` within."""
+        lora = self.lora_cfg
+        if lora is None or lora.export_merged:
+            self._write(
+                export_hf_tensors(self.model, dtype),
+                lambda tensors: save_hf_model(tensors, self.model_cfg, out_dir, source_dir=source_dir),
+            )
+        if lora is not None:
+            self._write(
+                peft_tensors(self.model),
+                lambda tensors: save_peft_adapter(tensors, lora, source_dir, out_dir / ADAPTER_FOLDER),
+            )
+        dist.barrier()
+
+    @staticmethod
+    def _write(tensors: Iterator[tuple[str, Tensor]], write: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+        """`write` them on rank 0; the others take part in the gathering."""
         if dist.get_rank() == 0:
-            save_hf_model(tensors, self.model_cfg, out_dir, source_dir=source_dir)
+            write(tensors)
         else:
             for _ in tensors:
                 pass
-        dist.barrier()
 
     # ---------------------------------------------------------------- memory
 
