@@ -13,7 +13,7 @@ from xtuner.v1.rl.rollout.backends.native.stop_strings import StopStrings
 
 
 def _cache(rows, max_slots=64, max_length=512):
-    cache = KVCache(2, 2, 4, torch.float32, torch.device("cpu"), max_slots=max_slots, max_length=max_length)
+    cache = KVCache(2, 2, 4, 4, torch.float32, torch.device("cpu"), max_slots=max_slots, max_length=max_length)
     cache.set_budget(rows * cache.row_bytes)
     return cache
 

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_whole_sequence(family, cache_type, dtype, toler
     if plain:
         lay_out_by_input(model)
     layout = memory_layout(model)
-    cache = cache_type(3, 2, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128)
+    cache = cache_type(3, 2, 16, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128)
     cache.set_budget(10**6)
     runner = ModelRunner(model, cache)
     rng = np.random.default_rng(0)
@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_whole_sequence(family, cache_type, dtype, toler
 def test_siblings_of_shared_prompts_come_and_go():
     model = _model("qwen3", torch.float32)
     _randomise(model, 0)
-    cache = SharedPromptCache(3, 2, 16, torch.float32, torch.device("cpu"), max_slots=16, max_length=128)
+    cache = SharedPromptCache(3, 2, 16, 16, torch.float32, torch.device("cpu"), max_slots=16, max_length=128)
     cache.set_budget(10**6)
     runner = ModelRunner(model, cache)
     rng = np.random.default_rng(0)

@@ -25,15 +25,16 @@ class KVCache:
         self,
         num_layers: int,
         num_kv_heads: int,
-        head_dim: int,
+        key_dim: int,
+        value_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         max_slots: int,
         max_length: int,
     ) -> None:
         self.device, self.dtype = device, dtype
-        self.num_heads, self._dim = num_kv_heads, head_dim
-        self.row_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
+        self.row_bytes = num_layers * num_kv_heads * (key_dim + value_dim) * dtype.itemsize
         self._num_layers = num_layers
         self.places = torch.arange(max(round_up(max_length, LENGTH_STEP), max_slots), device=device)
         """0, 1, 2, … for slots and places."""
@@ -83,9 +84,9 @@ class KVCache:
     @torch.inference_mode()
     def _resize(self, slots: int, length: int, live: int) -> None:
         kept = min(length, self.length)
-        for tensors in (self.keys, self.values):
+        for tensors, width in ((self.keys, self._key_dim), (self.values, self._value_dim)):
             for layer in range(self._num_layers):
-                new = self._zeros(slots, length, self._dim)
+                new = self._zeros(slots, length, width)
                 if self.slots:
                     new[:live, :, :kept] = tensors[layer][:live, :, :kept]
                     tensors[layer] = new
@@ -105,18 +106,18 @@ class KVCache:
         return slice(first_slot, first_slot + len(which)), which
 
     def fill(self, layer: int, target: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [R, Hkv, P, D] into the first places of the R claimed slots."""
+        """Put k [R, Hkv, P, D] and v [R, Hkv, P, Dv] into the first places of the R claimed slots."""
         self.keys[layer][target, :, : k.shape[2]] = k
         self.values[layer][target, :, : v.shape[2]] = v
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [B, Hkv, D] into the first B slots, at positions int64 [B]."""
+        """Put k [B, Hkv, D] and v [B, Hkv, Dv] into the first B slots, at positions int64 [B]."""
         slots = self.places[: k.shape[0]]
         self.keys[layer][slots, :, positions] = k
         self.values[layer][slots, :, positions] = v
 
     def view(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first slots and places: [B, Hkv, L, D] each, without a copy."""
+        """Keys [B, Hkv, L, D] and values [B, Hkv, L, Dv] of the first slots and places, without a copy."""
         return self.keys[layer][:slots, :, :length], self.values[layer][:slots, :, :length]
 
     @torch.inference_mode()

@@ -18,6 +18,7 @@ from xtuner.v1.utils import get_logger
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .cache import LENGTH_STEP, KVCache, round_up
 from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
+from .route import InferenceRoute
 from .runner import ModelRunner
 from .sampler import SamplingBatch, sample
 from .scheduler import Scheduler, Sequence
@@ -96,14 +97,11 @@ class NativeEngine:
             load_hf_model(self._model, self.model_path)
         else:
             self._obstacle["update"] = "it has no weights yet: update_weights must come first."
-        a = config.attention
-        row_bytes = 2 * config.num_hidden_layers * a.num_key_value_heads * a.head_dim * self.dtype.itemsize
-        ample = 2 * self._max_batch_size * round_up(context, LENGTH_STEP) * row_bytes <= self._cpu_cache_bytes
-        cache_type = SharedPromptCache if plain_products and ample else KVCache
-        self._cache = cache_type(
-            config.num_hidden_layers, a.num_key_value_heads, a.head_dim, self.dtype, self.device,
-            max_slots=self._max_batch_size, max_length=context,
-        )  # fmt: skip
+        sizes = (config.num_hidden_layers, *config.attention.cache_shape, self.dtype, self.device)
+        self._cache = KVCache(*sizes, max_slots=self._max_batch_size, max_length=context)
+        largest = self._max_batch_size * round_up(context, LENGTH_STEP) * self._cache.row_bytes
+        if plain_products and InferenceRoute.knows(config) and 2 * largest <= self._cpu_cache_bytes:
+            self._cache = SharedPromptCache(*sizes, max_slots=self._max_batch_size, max_length=context)
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._runner = ModelRunner(self._model, self._cache)
         self._set_cache_budget()

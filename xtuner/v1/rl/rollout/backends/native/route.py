@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xtuner.v1.model.config import DenseModelConfig, TransformerConfig
 from xtuner.v1.model.dense import DecoderLayer, DenseModel
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.norm import rms_norm
@@ -20,6 +21,12 @@ class InferenceRoute:
     Parameters are looked up once and may change their content and memory. Angles come from a table that grows
     with the cache.
     """
+
+    @staticmethod
+    def knows(config: TransformerConfig) -> bool:
+        """Whether a model has nothing but plain MLPs and plain attention to everything in front."""
+        plain = all(config.window_of(layer) is None for layer in range(config.num_hidden_layers))
+        return isinstance(config, DenseModelConfig) and plain
 
     def __init__(self, model: DenseModel, cache: KVCache) -> None:
         self._model, self._cache = model, cache

@@ -8,6 +8,7 @@ from torch import Tensor
 from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.dense import DenseModel
 from xtuner.v1.ops.attention import AttentionContext, PackedAttention
+from xtuner.v1.ops.sink_attention import sink_attention
 
 from .cache import LENGTH_STEP, KVCache, round_up
 from .route import InferenceRoute
@@ -27,9 +28,19 @@ class PrefillAttention:
         self._cache, self._packed = cache, packed
         self._target, self._sources, self._which = target, sources, which
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionContext`."""
         self._cache.fill(layer, self._target, self._spread(k), self._spread(v))
-        return self._packed.attend(layer, q, k, v, scale)
+        return self._packed.attend(layer, q, k, v, scale, window, sinks)
 
     def _spread(self, x: Tensor) -> Tensor:
         """[T, Hkv, D] -> [R, Hkv, P, D]. What is padding for one slot is masked until its own tokens replace it."""
@@ -42,19 +53,42 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, positions: Tensor, seen: int) -> None:
         """positions int64 [B] of the new rows, all below `seen`."""
-        self._cache, self._positions = cache, positions
-        mask = torch.zeros(len(positions), seen, dtype=cache.dtype, device=cache.device)
-        mask.masked_fill_(cache.places[:seen] > positions[:, None], -torch.inf)
-        self._mask = mask[:, None, None, :]
+        self._cache, self._positions, self._seen = cache, positions, seen
+        self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionContext`."""
         batch, heads, dim = q.shape
         self._cache.append(layer, self._positions, k, v)
-        keys, values = self._cache.view(layer, batch, self._mask.shape[-1])
+        keys, values = self._cache.view(layer, batch, self._seen)
         # The queries of a group take the place of a query length: keys and values are not expanded.
-        grouped = q.view(batch, k.shape[1], -1, dim)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
-        return out.reshape(batch, heads, dim)
+        grouped, mask = q.view(batch, k.shape[1], -1, dim), self._mask(window)
+        if sinks is not None:
+            out = sink_attention(grouped.unsqueeze(3), keys, values, mask.unsqueeze(1), scale, sinks)
+        else:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(batch, heads, -1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[B, 1, 1, L], to be added to scores."""
+        if window not in self._masks:
+            cache, positions = self._cache, self._positions[:, None]
+            places = cache.places[: self._seen]
+            hidden = places > positions
+            if window is not None:
+                hidden |= places <= positions - window
+            mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device)
+            self._masks[window] = mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]
+        return self._masks[window]
 
 
 class ModelRunner:
@@ -63,7 +97,7 @@ class ModelRunner:
     def __init__(self, model: DenseModel, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self._on_cpu = cache.device.type == "cpu"
-        self._route = InferenceRoute(model, cache) if self._on_cpu else None
+        self._route = InferenceRoute(model, cache) if self._on_cpu and InferenceRoute.knows(model.config) else None
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 

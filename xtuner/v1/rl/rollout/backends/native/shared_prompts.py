@@ -81,8 +81,10 @@ class SharedPromptCache(KVCache):
         if length > old_length:
             self._longest = min(max(round_up(length, _GROWTH_STEP), 2 * old_length), self.max_length)
         keys, values = self.prompt_keys, self.prompt_values
-        self.prompt_keys = [self._zeros(self._prompts, self._dim, self._longest) for _ in range(self._num_layers)]
-        self.prompt_values = [self._zeros(self._prompts, self._longest, self._dim) for _ in range(self._num_layers)]
+        self.prompt_keys = [self._zeros(self._prompts, self._key_dim, self._longest) for _ in range(self._num_layers)]
+        self.prompt_values = [
+            self._zeros(self._prompts, self._longest, self._value_dim) for _ in range(self._num_layers)
+        ]
         for new, old in zip(self.prompt_keys, keys, strict=False):
             new[:old_count, :, :, :old_length] = old
         for new, old in zip(self.prompt_values, values, strict=False):
