@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .recompute import recomputable
+
 
 class ExpertOrder(NamedTuple):
     """A token that uses K experts has K copies; sorted by expert they are what the experts compute on."""
@@ -27,6 +29,7 @@ class ExpertOrder(NamedTuple):
         return cls(order, places, ends)
 
 
+@recomputable
 def spread_tokens(x: Tensor, order: ExpertOrder) -> Tensor:
     """x [T, H] -> [T * K, H] sorted by expert."""
     return _Rows.apply(x, order.order, order.places, order.order.numel() // max(1, x.shape[0]))

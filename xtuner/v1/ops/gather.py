@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .recompute import recomputable
+
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
@@ -46,6 +48,7 @@ class RowIndex:
         return RowIndex(self.rows.to(device), self.readers.to(device), self.offsets.to(device))
 
 
+@recomputable
 def gather_rows(x: Tensor, index: RowIndex) -> Tensor:
     """x [R, D] -> x[index.rows] [M, D].
 

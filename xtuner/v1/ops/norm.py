@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .recompute import recomputable
 
+
+@recomputable
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension. x [..., H], weight [H]; returns x's shape and dtype."""
     if x.is_cuda and not torch.compiler.is_compiling():
@@ -20,6 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _CpuRMSNorm.apply(x, weight, eps)
 
 
+@recomputable
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, and its norm. All [..., H]; weight [H]."""
     if x.is_cuda and not torch.compiler.is_compiling():

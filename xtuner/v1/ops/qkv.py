@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from .norm import inverse_rms, rms_norm, rms_norm_backward
+from .recompute import recomputable
 from .rotary import RotaryTable, apply_rotary, rotate_into, rotate_whole
 
 
+@recomputable
 def split_qkv(
     qkv: Tensor,
     num_q: int,

@@ -4,10 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .recompute import recomputable
+
 # Rows whose temporaries stay in a core's cache.
 _ROWS = 512
 
 
+@recomputable
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up [T, 2*I], the gate's columns first; returns [T, I]."""
     if gate_up.is_cuda and gate_up.dim() == 2 and not torch.compiler.is_compiling():
