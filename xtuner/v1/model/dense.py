@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
-from xtuner.v1.ops.norm import add_rms_norm, rms_norm
+from xtuner.v1.ops.norm import add_rms_norm
 from xtuner.v1.ops.qkv import split_qkv
 from xtuner.v1.ops.rotary import RotaryTable, rotary_table
 from xtuner.v1.ops.swiglu import swiglu
 
-from .config import TransformerConfig
+from .config import MLAConfig, TransformerConfig
+from .layers import RMSNorm, linear
+from .mla import LatentAttention
 from .rope import rope_frequencies, rotary_scale
 from .row_order import RowOrder
 
@@ -24,18 +26,6 @@ class ParamSlice(NamedTuple):
     param: str
     start: int
     end: int
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a weight."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -49,8 +39,8 @@ class SelfAttention(nn.Module):
         self.num_q, self.num_kv = a.num_attention_heads, a.num_key_value_heads
         q_size = a.num_attention_heads * a.head_dim
         qkv_size = q_size + 2 * a.num_key_value_heads * a.head_dim
-        self.qkv_proj = _linear(config.hidden_size, qkv_size, a.qkv_bias, dtype)
-        self.o_proj = _linear(q_size, config.hidden_size, a.o_bias, dtype)
+        self.qkv_proj = linear(config.hidden_size, qkv_size, a.qkv_bias, dtype)
+        self.o_proj = linear(q_size, config.hidden_size, a.o_bias, dtype)
         self.q_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, config.rms_norm_eps, dtype) if a.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(a.num_attention_heads, dtype=dtype)) if a.sinks else None
@@ -71,8 +61,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = _linear(hidden, 2 * inner, bias, dtype)
-        self.down_proj = _linear(inner, hidden, bias, dtype)
+        self.gate_up_proj = linear(hidden, 2 * inner, bias, dtype)
+        self.down_proj = linear(inner, hidden, bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
@@ -84,7 +74,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = SelfAttention(config, layer, dtype)
+        attention = LatentAttention if isinstance(config.attention, MLAConfig) else SelfAttention
+        self.self_attn = attention(config, layer, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = self.make_mlp(config, dtype)
 
@@ -110,7 +101,7 @@ class DenseModel(nn.Module):
         self.layers = nn.ModuleList(self.make_layer(config, i, dtype) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else _linear(config.hidden_size, config.vocab_size, False, dtype)
+        self.lm_head = None if tied else linear(config.hidden_size, config.vocab_size, False, dtype)
         # Plain tensors, no buffers: building on the meta device and moving the module leave them alone.
         self._frequencies = {torch.device("cpu"): rope_frequencies(config.rope, config.attention.rotary_dim)}
         self.hf_params = {
@@ -126,15 +117,18 @@ class DenseModel(nn.Module):
 
     def hf_parts(self, name: str, rows: int) -> Iterator[tuple[str, int, int]]:
         """Hugging Face names and rows [start, end) of what a parameter of ours is made of."""
-        a = self.config.attention
-        q, kv = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-        fused = {
-            "qkv_proj": {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)},
-            "gate_up_proj": {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)},
-        }
         module = name.split(".")[-2]
-        for part, (start, end) in fused.get(module, {module: (0, rows)}).items():
-            yield name.replace(f".{module}.", f".{part}."), start, end
+        sizes = {module: rows}
+        if module == "qkv_proj":
+            kv_heads, head_dim, _ = self.config.attention.cache_shape
+            kv = kv_heads * head_dim
+            sizes = {"q_proj": rows - 2 * kv, "k_proj": kv, "v_proj": kv}
+        elif module == "gate_up_proj":
+            sizes = {"gate_proj": rows // 2, "up_proj": rows // 2}
+        start = 0
+        for part, size in sizes.items():
+            yield name.replace(f".{module}.", f".{part}."), start, start + size
+            start += size
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """Hidden states after the final norm. input_ids and position_ids int64 [T]; returns [T, H]."""
@@ -218,9 +212,3 @@ class DenseModel(nn.Module):
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
         return self._frequencies[device]
-
-
-def _linear(fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    # `skip_init` goes to the CPU unless told otherwise, whatever device is the default.
-    device = torch.get_default_device()
-    return nn.utils.skip_init(nn.Linear, fan_in, fan_out, bias=bias, dtype=dtype, device=device)
