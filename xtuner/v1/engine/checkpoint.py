@@ -1,12 +1,13 @@
-"""Sharded state on disk: safetensors only, readable by any number of ranks.
+"""Sharded state on disk: safetensors only, readable by any number of ranks in any layout.
 
-Each rank writes its rows of every tensor and where they belong; each reader takes the rows that it needs, from
-whichever files hold them. So a checkpoint of two ranks continues on one or four.
+Each rank writes its blocks of every tensor and where they belong; each reader takes what it needs of them, from
+whichever files hold it. So a checkpoint of two ranks continues on one or four, with another tensor-parallel size.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,22 +15,32 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xtuner.v1.model.hf import local_rows
+from xtuner.v1.model.hf import local_pieces
+from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.utils import get_logger
 
+from .frozen import check_frozen, describe_frozen
+from .placement import is_first_copy, local_part
 from .train_engine import TrainEngine
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
-def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[str, Tensor]]:
-    for name, param in engine.model.named_parameters():
-        yield f"param/{name}", param.detach()
+def _kept_parameters(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
+    """With adapters these alone: the frozen weights are those of `load_from`.""""""
+    adapters_only = engine.lora_cfg is not None
+    return ((n, p) for n, p in engine.model.named_parameters() if p.requires_grad or not adapters_only)
+
+
+def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, parameter's name, tensor)"""
+    for name, param in _kept_parameters(engine):
+        yield "param", name, param.detach()
         if with_optimizer and engine.optimizer is not None:
             state = engine.optimizer.state.get(param, {})
             for moment in _MOMENTS:
                 if moment in state:
-                    yield f"{moment}/{name}", state[moment]
+                    yield moment, name, state[moment]
 
 
 def save_train_state(
@@ -39,12 +50,14 @@ def save_train_state(
     rank, world = dist.get_rank(), dist.get_world_size()
     tensors: dict[str, Tensor] = {}
     where: dict[str, dict] = {}
-    for key, tensor in _named_state(engine, with_optimizer):
-        local, start = local_rows(tensor)
-        if local.numel() == 0:
-            continue
-        tensors[key] = local.detach().to("cpu").contiguous()
-        where[key] = {"start": start, "shape": list(tensor.shape)}
+    for kind, name, tensor in _named_state(engine, with_optimizer):
+        pieces = local_pieces(tensor, engine.model.row_orders.get(name)) if is_first_copy(tensor) else []
+        for number, (local, offset) in enumerate(pieces):
+            if local.numel():
+                # Two tensors of a file may not share memory.
+                copy = local.detach().to("cpu", copy=len(pieces) > 1).contiguous()
+                tensors[f"{kind}/{name}@{number}"] = copy
+                where[f"{kind}/{name}@{number}"] = {"offset": offset, "shape": list(tensor.shape)}
     if with_optimizer and engine.optimizer is not None:
         for name, param in engine.model.named_parameters():
             if "step" in (state := engine.optimizer.state.get(param, {})):
@@ -55,6 +68,7 @@ def save_train_state(
     meta = {
         "layout": json.dumps(where), "optimizer_step": str(engine.optimizer_step), "world_size": str(world),
         "with_optimizer": json.dumps(with_optimizer), "counters": json.dumps(counters or {}),
+        "frozen": json.dumps(describe_frozen(engine)),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / f"rank-{rank:05d}-of-{world:05d}.safetensors", metadata=meta)
@@ -62,7 +76,7 @@ def save_train_state(
 
 
 class _Shards:
-    """The files of one checkpoint, with an index from key to the row ranges that they hold."""
+    """The files of one checkpoint, with an index from key to the blocks that they hold."""
 
     def __init__(self, folder: Path):
         paths = sorted(folder.glob("rank-*-of-*.safetensors"))
@@ -73,35 +87,47 @@ class _Shards:
         self.optimizer_step, self.world_size = int(meta["optimizer_step"]), int(meta["world_size"])
         self.with_optimizer: bool = json.loads(meta["with_optimizer"])
         self.counters: dict[str, int] = json.loads(meta["counters"])
+        self.frozen: dict[str, Any] | None = json.loads(meta["frozen"])
         if len(paths) != self.world_size:
             raise ValueError(f"{folder}: {len(paths)} of {self.world_size} rank files are there; it is incomplete.")
-        self.index: dict[str, list[tuple[int, dict]]] = {}
+        self.index: dict[str, list[tuple[int, str, dict]]] = {}
         for number, file in enumerate(self.files):
-            for key, place in json.loads(file.metadata()["layout"]).items():
-                self.index.setdefault(key, []).append((number, place))
-        self.scalars = set(self.files[0].keys()) - set(self.index)
+            for stored, place in json.loads(file.metadata()["layout"]).items():
+                self.index.setdefault(stored.rpartition("@")[0], []).append((number, stored, place))
+        self.scalars = {key for key in self.files[0].keys() if key.startswith("step/")}
 
-    def fill(self, key: str, target: Tensor) -> None:
-        """Copy this rank's rows of `key` into `target`."""
-        local, start = local_rows(target)
+    def fill(self, key: str, target: Tensor, order: RowOrder | None) -> None:
+        """Copy this rank's part of `key` into `target`."""
         shape = list(target.shape)
         if key not in self.index:
             raise KeyError(f"checkpoint has no {key!r}: was it written by another model or without the optimizer?")
-        filled = 0
-        for number, place in self.index[key]:
-            if place["shape"] != shape:
-                raise ValueError(f"checkpoint's {key} has shape {place['shape']}, the model's has {shape}.")
-            part = self.files[number].get_slice(key)
-            if not shape:
-                local.copy_(self.files[number].get_tensor(key))
-                return
-            rows = part.get_shape()[0]
-            first, last = max(start, place["start"]), min(start + local.shape[0], place["start"] + rows)
-            if first < last:
-                local[first - start : last - start].copy_(part[first - place["start"] : last - place["start"]])
-                filled += last - first
-        if filled < local.shape[0]:
-            raise ValueError(f"checkpoint's {key}: {filled} of {local.shape[0]} rows found; it is incomplete.")
+        wanted = filled = 0
+        for local, offset in local_pieces(target, order):
+            wanted += local.numel()
+            for number, stored, place in self.index[key]:
+                if place["shape"] != shape:
+                    raise ValueError(f"checkpoint's {key} has shape {place['shape']}, the model's has {shape}.")
+                part = self.files[number].get_slice(stored)
+                there, here = _overlap(place["offset"], part.get_shape(), offset, local.shape)
+                block = local[here]
+                if block.numel():
+                    block.copy_(part[there])
+                    filled += block.numel()
+        if filled < wanted:
+            raise ValueError(f"checkpoint's {key}: {filled} of {wanted} elements found; it is incomplete.")
+
+
+def _overlap(
+    offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where two blocks of one tensor meet, as an index into each; empty where they do not."""
+    one, other = [], []
+    for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True):
+        start = max(a, b)
+        end = max(start, min(a + n, b + m))
+        one.append(slice(start - a, end - a))
+        other.append(slice(start - b, end - b))
+    return tuple(one), tuple(other)
 
 
 def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = True) -> dict[str, int]:
@@ -113,7 +139,8 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
         FileNotFoundError, ValueError, KeyError: it is no checkpoint, not complete, or of another model.
     """
     shards = _Shards(folder)
-    params = dict(engine.model.named_parameters())
+    check_frozen(shards.frozen, engine, folder)
+    params = dict(_kept_parameters(engine))
     if unknown := sorted(k for k in shards.index if k.startswith("param/") and k[len("param/") :] not in params):
         raise ValueError(f"{folder} is of another model: it has {', '.join(unknown[:5])}, which this one lacks.")
     if with_optimizer and not shards.with_optimizer and dist.get_rank() == 0:
@@ -121,9 +148,10 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     engine.optimizer_step = shards.optimizer_step
     with torch.no_grad():
         for name, param in params.items():
-            shards.fill(f"param/{name}", param)
+            order = engine.model.row_orders.get(name)
+            shards.fill(f"param/{name}", param, order)
             if with_optimizer and engine.optimizer is not None and f"step/{name}" in shards.scalars:
-                _fill_moments(engine.optimizer, name, param, shards)
+                _fill_moments(engine.optimizer, name, param, order, shards)
     own = shards.files[min(dist.get_rank(), len(shards.files) - 1)]
     torch.set_rng_state(own.get_tensor("rng/cpu"))
     if engine.device.type == "cuda" and "rng/cuda" in own.keys():
@@ -132,11 +160,13 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     return shards.counters
 
 
-def _fill_moments(optimizer: torch.optim.Optimizer, name: str, param: Tensor, shards: _Shards) -> None:
+def _fill_moments(
+    optimizer: torch.optim.Optimizer, name: str, param: Tensor, order: RowOrder | None, shards: _Shards
+) -> None:
     state = optimizer.state[param]
     made = shards.files[0].get_tensor(f"step/{name}")
-    state["step"] = made.to(local_rows(param)[0].device) if optimizer.defaults.get("fused") else made
+    state["step"] = made.to(local_part(param).device) if optimizer.defaults.get("fused") else made
     for moment in _MOMENTS:
         if f"{moment}/{name}" in shards.index:
             state[moment] = torch.zeros_like(param)
-            shards.fill(f"{moment}/{name}", state[moment])
+            shards.fill(f"{moment}/{name}", state[moment], order)

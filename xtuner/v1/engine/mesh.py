@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -136,3 +137,8 @@ class ParallelMesh:
     def _part(self, mesh: DeviceMesh, *dims: str) -> DeviceMesh:
         names = mesh.mesh_dim_names or ()
         return mesh[tuple(name for name in names if name in {self._name(dim) for dim in dims})]
+
+
+def build_mesh(cfg: FSDPConfig, sp_size: int, device: torch.device) -> ParallelMesh:
+    """The mesh of all ranks of the process group."""
+    return ParallelMesh(MeshSizes.of(cfg, sp_size, dist.get_world_size()), device.type, cfg.mesh_prefix)

@@ -3,28 +3,15 @@
 from functools import partial
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.model.dense import DenseModel
 from xtuner.v1.model.lora import adapted_layers
 
-
-def build_mesh(cfg: FSDPConfig, world_size: int, device_type: str) -> DeviceMesh:
-    """One dimension (shard), or two (replicate, shard) for HSDP."""
-    shard = cfg.hsdp_sharding_size or world_size
-    if world_size % shard:
-        raise ValueError(
-            f"fsdp_cfg.hsdp_sharding_size={shard} does not divide the {world_size} workers; "
-            f"use a divisor of {world_size} or None."
-        )
-    prefix = cfg.mesh_prefix
-    if shard == world_size:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=(f"{prefix}.shard",))
-    names = (f"{prefix}.replicate", f"{prefix}.shard")
-    return init_device_mesh(device_type, (world_size // shard, shard), mesh_dim_names=names)
+from .mesh import ParallelMesh
+from .recompute import recompute_layers
+from .tensor_parallel import cut_layers
 
 
 def compute_dtype(cfg: FSDPConfig, device: torch.device) -> torch.dtype:
@@ -42,19 +29,18 @@ def freeze(model: DenseModel, cfg: FSDPConfig, device: torch.device) -> None:
             param.data = param.data.to(part_dtype)
 
 
-def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Make every layer an FSDP2 unit and the model the root, in place.
+def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: ParallelMesh, device: torch.device) -> None:
+    """Cut the layers' matrices, make every layer an FSDP2 unit and the model the root, in place.
 
-    Recomputation and compilation sit inside a unit's forward, so parameter names stay as they are.
+    Recomputation and compilation sit inside a unit's forward, so parameter names stay as they are. Gradients are
+    summed over the ranks of a unit, not averaged.
     """
-    if cfg.torch_compile and device.type == "cuda":
+    if mesh.tp is not None:
+        cut_layers(model, mesh.tp)
+    compiled = cfg.torch_compile and device.type == "cuda"
+    if compiled:
         model.compile_layers()
-    recomputed = round(cfg.recompute_ratio * len(model.layers)) if cfg.requires_grad else 0
-    for index, layer in enumerate(model.layers):
-        if index < recomputed:
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=cfg.checkpoint_preserve_rng_state
-            )
+    recompute_layers(model.layers, cfg, compiled)
     param_dtype = compute_dtype(cfg, device)
     reduce_dtype = cfg.reduce_dtype if device.type == "cuda" else torch.float32
     offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
@@ -70,7 +56,12 @@ def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: DeviceMesh, device: to
         reduce_dtype=reduce_dtype,
         cast_forward_inputs=False,
     )
-    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload)
+    shard = partial(fully_shard, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload)
     for layer in model.layers:
-        shard(layer, mp_policy=policy)
-    shard(model, mp_policy=root_policy)
+        shard(layer, mesh=mesh.layers, mp_policy=policy)
+    shard(model, mesh=mesh.root, mp_policy=root_policy)
+    if mesh.sizes.world > 1:
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig
 from xtuner.v1.data_proto import PackedBatch, WeightBucket
@@ -16,11 +15,14 @@ from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
 from xtuner.v1.model.lora import adapters_off, add_adapters, init_adapters
 from xtuner.v1.model.peft import ADAPTER_FOLDER, peft_tensors, save_peft_adapter
-from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.utils.device import synchronize
 
+from .gradients import complete_gradients, gradient_norm
 from .lr_schedule import learning_rate
-from .sharding import build_mesh, compute_dtype, freeze, shard_model
+from .mesh import ParallelMesh, build_mesh
+from .placement import local_part
+from .sequence_parallel import PackShare
+from .sharding import compute_dtype, freeze, shard_model
 
 
 @dataclass(slots=True)
@@ -53,16 +55,17 @@ class TrainEngine:
         seed: int = 0,
         total_optimizer_steps: int = 1,
         chunk_size: int | None = 1024,
+        sp_size: int = 1,
+        mesh: ParallelMesh | None = None,
     ):
         self.model_cfg, self.optim_cfg, self.lora_cfg, self.device = model_cfg, optim_cfg, lora_cfg, device
         self.lr_cfg = lr_cfg or LRConfig()
         self.total_optimizer_steps = total_optimizer_steps
         self.chunk_size = chunk_size
         self.optimizer_step = 0
-        self.world_size = dist.get_world_size()
         self.compute_dtype = compute_dtype(fsdp_cfg, device)
         self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
-        self.mesh = build_mesh(fsdp_cfg, self.world_size, device.type)
+        self.mesh = mesh or build_mesh(fsdp_cfg, sp_size, device)
         self.model = model_cfg.build(device="meta").to(torch.float32)
         if optim_cfg is None or lora_cfg is not None:
             freeze(self.model, fsdp_cfg, device)
@@ -90,16 +93,19 @@ class TrainEngine:
     # ---------------------------------------------------------------- steps
 
     def forward(self, batch: PackedBatch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropies) of the trained tokens of a pack on this device, float32 [N]."""
-        attention = PackedAttention(batch.layout, self.device)
-        chunk = self.chunk_size or max(1, batch.num_targets)
-        out = self.model(
-            batch.input_ids, batch.position_ids, attention, batch.target_rows, batch.labels, batch.inv_temperature,
-            chunk, with_entropy,
+        """Log-probs (and entropies) of the trained tokens of a pack on this device, float32 [N].
+
+        All ranks of a pack (`mesh.pack_group`) call it with the same one and get the same.
+        """
+        share = PackShare(batch, self.mesh)
+        chunk = self.chunk_size or max(1, share.labels.numel())
+        logprobs, entropy = self.model(
+            share.input_ids, share.position_ids, share.attention(self.device), share.target_rows, share.labels,
+            share.inv_temperature, chunk, with_entropy,
         )  # fmt: skip
         if not torch.is_grad_enabled():
             self._reshard()
-        return out
+        return share.collect(logprobs), None if entropy is None else share.collect(entropy)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:
@@ -119,8 +125,8 @@ class TrainEngine:
                 module.reshard()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of the sum of all ranks' losses (FSDP takes the mean over ranks)."""
-        (loss * self.world_size).backward()
+        """Accumulate the gradient of the sum of the losses of all packs. The ranks of a pack give the same loss."""
+        loss.backward()
 
     def step(self) -> StepResult:
         """Clip, check and apply the accumulated gradients, and forget them.
@@ -131,9 +137,8 @@ class TrainEngine:
         assert self.optimizer is not None and self.optim_cfg is not None
         cfg = self.optim_cfg
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        complete_gradients(grads, self.mesh)
+        norm = gradient_norm(grads)
         value = float(norm)
         lr = learning_rate(self.optimizer_step, self.total_optimizer_steps, cfg.lr, self.lr_cfg)
         skipped = None
@@ -144,7 +149,7 @@ class TrainEngine:
         if skipped is None:
             scale = min(1.0, cfg.max_grad_norm / (value + 1e-6))
             if scale < 1.0:
-                torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale)
+                torch._foreach_mul_([local_part(g) for g in grads], scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             if cfg.swap_optimizer:

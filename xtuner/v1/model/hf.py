@@ -4,17 +4,19 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from xtuner.v1.config import parse_dtype
 
 from .config import DenseModelConfig
 from .dense import DenseModel
 from .hf_config import to_hf_config
+from .lora import LoRALinear
+from .row_order import RowOrder
 
 INDEX_NAME = "model.safetensors.index.json"
 # Companions of the weights that a reader of the model needs.
@@ -112,33 +114,63 @@ def load_hf_tensor(model: DenseModel, name: str, tensor: Tensor) -> int:
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(expected)}.")
     place = model.hf_params[name]
-    copy_rows(model.get_parameter(place.param), tensor, place.start)
+    copy_rows(model.get_parameter(place.param), tensor, place.start, model.row_orders.get(place.param))
     return tensor.numel()
 
 
 @torch.no_grad()
-def copy_rows(param: nn.Parameter, tensor: Tensor, start: int) -> None:
-    """param[start : start + len(tensor)] = tensor; of a sharded parameter, the rows that this rank holds."""
-    local, first = local_rows(param)
-    if local.is_meta:
-        raise RuntimeError("the model is on the meta device: allocate it first, model.to_empty(device=...).")
-    begin, end = max(start, first), min(start + tensor.shape[0], first + local.shape[0])
-    if begin < end:
-        local[begin - first : end - first].copy_(tensor[begin - start : end - start])
+def copy_rows(param: Tensor, tensor: Tensor, start: int, order: RowOrder | None = None) -> None:
+    """param[start : start + len(tensor)] = tensor; of a sharded parameter, the part that this rank holds."""
+    for local, (first, *rest) in local_pieces(param, order):
+        if local.is_meta:
+            raise RuntimeError("the model is on the meta device: allocate it first, model.to_empty(device=...).")
+        begin, end = max(start, first), min(start + tensor.shape[0], first + local.shape[0])
+        if begin < end:
+            part = tensor[begin - start : end - start]
+            for dim, place in enumerate(rest, start=1):
+                part = part.narrow(dim, place, local.shape[dim])
+            local[begin - first : end - first].copy_(part)
 
 
-def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a tensor that is sharded on dim 0, and the index of the first; (itself, 0) of a whole one."""
+class Piece(NamedTuple):
+    """A part of a tensor that lies on this rank."""
+
+    local: Tensor
+    """A view of it."""
+    offset: tuple[int, ...]
+    """Where its first element is in the whole tensor."""
+
+
+def local_pieces(tensor: Tensor, order: RowOrder | None = None) -> list[Piece]:
+    """What this rank holds of a tensor: one block, or several of one whose rows are stored in an order of their own."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    from torch.distributed.tensor.placement_types import Replicate, Shard
 
     if not isinstance(tensor, DTensor):
-        return tensor, 0
-    for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate) or (isinstance(placement, Shard) and placement.dim != 0):
-            raise ValueError(f"rows cannot be told for placement {placement}; shard on dim 0.")
+        return [Piece(tensor, (0,) * tensor.dim())]
+    local = tensor.to_local()
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), offset[0] if offset else 0
+    if order is None:
+        return [Piece(local, tuple(offset))]
+    first, *rest = offset
+    pieces = []
+    for stored, whole, size in order.runs():
+        begin, end = max(stored, first), min(stored + size, first + local.shape[0])
+        if begin < end:
+            pieces.append(Piece(local[begin - first : end - first], (whole + begin - stored, *rest)))
+    return pieces
+
+
+def gather_whole(tensor: Tensor, order: RowOrder | None = None) -> Tensor:
+    """All of a tensor, on every rank; collective if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate():  # outer dimensions cut last, so they are joined first, one at a time
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    whole = tensor.to_local()
+    return whole if order is None else order.restore(whole)
 
 
 def checkpoint_dtype(path: str | Path) -> torch.dtype:
@@ -149,7 +181,7 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
 
 
 def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor in `dtype`) of all parameters, on the model's device.
+    """(name, full tensor in `dtype`) of all parameters, on the model's device; adapters are merged into theirs.
 
     Collective for a sharded model: every rank iterates to the end. One parameter is gathered at a time.
     """
@@ -157,10 +189,14 @@ def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[s
     for name, place in model.hf_params.items():
         by_param.setdefault(place.param, []).append(name)
     for param_name, names in by_param.items():
-        param = model.get_parameter(param_name).detach()
-        # Cast before the gather: half the bytes travel.
-        param = param.to(dtype)
-        full = param.full_tensor() if isinstance(param, DTensor) else param
+        layer, _, leaf = param_name.rpartition(".")
+        module = model.get_submodule(layer)
+        if isinstance(module, LoRALinear) and leaf == "weight":
+            full = module.merged_weight(dtype)
+        else:
+            # Cast before the gather: half the bytes travel.
+            param = model.get_parameter(param_name).detach().to(dtype)
+            full = gather_whole(param, model.row_orders.get(param_name))
         for name in names:
             yield name, full[model.hf_params[name].start : model.hf_params[name].end]
 
