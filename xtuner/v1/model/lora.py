@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import LoRAConfig
 from xtuner.v1.config.lora import ALL_LINEAR
@@ -121,6 +120,11 @@ def adapted_layers(model: nn.Module) -> Iterator[LoRALinear]:
     return (module for module in model.modules() if isinstance(module, LoRALinear))
 
 
+def adapted_targets(model: nn.Module) -> list[str]:
+    """Last names of the parts that have adapters."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for layer in adapted_layers(model) for name in layer.parts))
+
+
 def init_adapters(model: nn.Module, seed: int) -> None:
     """A uniform in ±1 / sqrt(in), as `nn.Linear` and peft have it, B zero.
 
@@ -153,5 +157,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _full(param: Tensor) -> Tensor:
-    param = param.detach()
-    return param.full_tensor() if isinstance(param, DTensor) else param
+    from .hf import gather_whole
+
+    return gather_whole(param.detach())

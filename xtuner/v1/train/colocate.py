@@ -181,7 +181,7 @@ class RLColocateTrainer:
             final = self.run_dir / "hf" / f"hf-step-{step}"
             with saving(final) as part:
                 await self.on_workers("save_hf", str(part), str(self.export_dtype))
-                expect_files(part, "*.safetensors", 1)
+                expect_files(part, "**/*.safetensors", 1)
                 if not Path(cfg.tokenizer_path).samefile(cfg.load_from):
                     self.tokenizer.save_pretrained(part)
             self.experiment.saved(final, cfg.hf_max_keep)

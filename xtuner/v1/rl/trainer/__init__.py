@@ -5,6 +5,7 @@ The worker itself is imported on first use: reading a configuration needs neithe
 
 from typing import Any
 
+from xtuner.v1.config import LoRAConfig
 from xtuner.v1.rl.loss import RolloutImportanceSampling
 
 from .config import WorkerConfig
@@ -13,6 +14,7 @@ from .samples import SampleReport, TrainingSample, build_samples
 
 __all__ = [
     "FitResult",
+    "LoRAConfig",
     "RolloutImportanceSampling",
     "SampleReport",
     "TrainingSample",

@@ -1,0 +1,83 @@
+"""What a checkpoint of adapters says about the frozen weights that they were trained on."""
+
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from xtuner.v1.model.hf import local_pieces
+from xtuner.v1.model.lora import adapted_targets
+
+if TYPE_CHECKING:
+    from .train_engine import TrainEngine
+
+_CHUNK = 1 << 20
+
+
+def describe_frozen(engine: "TrainEngine") -> dict[str, Any] | None:
+    """The base's fingerprint, and what of the adapters their shapes do not tell; None if all weights are trained.
+
+    Collective.
+    """
+    cfg = engine.lora_cfg
+    if cfg is None:
+        return None
+    targets = ", ".join(adapted_targets(engine.model))
+    return {"alpha": cfg.alpha, "rank": cfg.rank, "target_modules": targets, "base": fingerprint(engine.model)}
+
+
+def check_frozen(saved: dict[str, Any] | None, engine: "TrainEngine", folder: Path) -> None:
+    """Raise ValueError unless the engine has what `describe_frozen` told of the one that saved. Collective."""
+    own = describe_frozen(engine)
+    if (saved is None) != (own is None):
+        kinds = ("a whole model", "adapters (lora_cfg)")
+        raise ValueError(
+            f"{folder} holds {kinds[saved is not None]}, but {kinds[own is not None]} would be trained: set or remove "
+            "train_worker_cfg.lora_cfg, or start from another checkpoint."
+        )
+    if saved is None or own is None:
+        return
+    if saved["base"] != own["base"]:
+        raise ValueError(
+            f"{folder}: its adapters were trained on other frozen weights than those of load_from "
+            f"(fingerprint {saved['base']}, here {own['base']}). Give the load_from of that run, on the same kind of "
+            "device if its weights are float32."
+        )
+    for name in own:
+        if saved[name] != own[name]:
+            raise ValueError(
+                f"{folder}: its adapters have {name}={saved[name]}, lora_cfg says {own[name]}; give the same."
+            )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """16 hexadecimal digits of the frozen weights: other ones for any changed element, the same for any sharding, and
+    for bfloat16 and float32 weights that are equal. Collective."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            total += _whole_sum(param, zlib.crc32(name.encode())).cpu()
+    return f"{int(total) % 2**64:016x}"
+
+
+def _whole_sum(param: Tensor, salt: int) -> Tensor:
+    ((local, offset),) = local_pieces(param.detach())
+    own = _weighted_sum(local, offset[0] * param.shape[1:].numel(), salt)
+    if not isinstance(param, DTensor):
+        return own
+    parts = [Replicate() if p.is_replicate() else Partial() for p in param.placements]
+    return DTensor.from_local(own, param.device_mesh, parts).full_tensor()
+
+
+def _weighted_sum(values: Tensor, first: int, salt: int) -> Tensor:
+    """Sum of bits times an odd number that depends on the place, modulo 2^64."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values.reshape(-1)[start : start + _CHUNK]
+        bits = chunk.float().view(torch.int32).long()
+        place = torch.arange(first + start, first + start + chunk.numel(), device=values.device)
+        total += (bits * ((place + salt) * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
+    return total
