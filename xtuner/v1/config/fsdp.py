@@ -1,6 +1,6 @@
 """How the model is sharded, in which types it computes, and what it recomputes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
@@ -37,8 +37,13 @@ class FSDPConfig(XTunerConfig):
     """Expert-parallel size (MoE)."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward and gather them again for the backward."""
+    recompute: Literal["full", "selective", "mixed"] = "full"
+    """What the backward computes again in the layers that `recompute_ratio` chooses. `full`: the whole layer from its
+    input. `selective`: only norms, rotation and activation; outputs of matrix products and of attention are kept.
+    `mixed`: the whole layer, and in the other layers selectively. Same gradients in every case. A compiled layer that
+    is not recomputed whole is treated selectively by the compiler."""
     recompute_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of the layers (from the first) whose activations are recomputed in the backward."""
+    """Share of the layers (from the first) whose activations are recomputed in the backward, as `recompute` says."""
     vision_recompute_ratio: float = Field(1.0, ge=0, le=1)
     """The same for a vision tower. Without effect: no model of this version has one."""
     checkpoint_preserve_rng_state: bool = True
