@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, XTunerConfig
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig, XTunerConfig
 from xtuner.v1.model import TransformerConfig
 from xtuner.v1.rl.loss import BaseRLLossConfig
 
@@ -24,6 +24,8 @@ class WorkerConfig(XTunerConfig):
     """Sharding, types and recomputation."""
     load_from: str | Path
     """Hugging Face folder of the initial weights; the trainer's `load_from` replaces it."""
+    lora_cfg: LoRAConfig | None = None
+    """Train low-rank adapters instead of the whole model. A rate `optim_cfg.lr` about ten times as high suits them."""
     optimizer_steps: int = Field(1, ge=1)
     """Updates a train step. With 1 the ratio to the old policy is 1 and no second forward is made."""
     sp_size: int = Field(1, ge=1)
@@ -31,7 +33,8 @@ class WorkerConfig(XTunerConfig):
     pack_max_length: int = Field(ge=1)
     """Most tokens a pack; packs are padded to a small multiple only. Memory of a forward grows with it."""
     ref_load_from: str | Path | None = None
-    """Reference model of the KL term. None: the initial weights."""
+    """Reference model of the KL term. None: the initial weights; with `lora_cfg` that is the policy with its adapters
+    off, and no second model is held."""
     ref_model_fsdp_cfg: FSDPConfig | None = None
     """Sharding of the reference model. None: as the policy, without gradients and recomputation."""
     log_dir: str | Path | None = None
@@ -87,6 +90,38 @@ class WorkerConfig(XTunerConfig):
             raise ValueError("train_worker_cfg: routed-experts options need a mixture-of-experts model.")
         if self.sft_global_batch_size != -1 or self.rollout_steps_per_sft != 1:
             raise ValueError("train_worker_cfg: sft_* options need sft_dataloader_cfg, which this version lacks.")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> "WorkerConfig":
+        lora, fsdp = self.lora_cfg, self.fsdp_cfg
+        if lora is None:
+            return self
+        from xtuner.v1.model.lora import resolve_targets
+
+        resolve_targets(self.model_cfg.build("meta"), lora.target_modules)
+        where = "train_worker_cfg"
+        for name in ("tp_size", "ep_size"):
+            if (size := getattr(fsdp, name)) != 1:
+                raise ValueError(f"{where}.fsdp_cfg.{name}={size}: adapters are not cut that way; set 1 with lora_cfg.")
+        if self.ref_model_fsdp_cfg is not None and self.ref_load_from is None:
+            raise ValueError(
+                f"{where}.ref_model_fsdp_cfg: with lora_cfg the reference is the policy without its adapters; remove "
+                "it, or give ref_load_from for a reference of its own."
+            )
+        if not lora.dropout:
+            return self
+        dropout = f"{where}.lora_cfg.dropout={lora.dropout}"
+        if self.optimizer_steps > 1 or self.loss_cfg.rollout_is.enabled:
+            what = "loss_cfg.rollout_is" if self.loss_cfg.rollout_is.enabled else "optimizer_steps > 1"
+            raise ValueError(
+                f"{dropout}: {what} compares log-probs of two forwards, which would differ by the noise of two "
+                "dropout masks; set dropout=0."
+            )
+        if fsdp.recompute_ratio > 0 and not fsdp.checkpoint_preserve_rng_state:
+            raise ValueError(
+                f"{dropout}: recomputation would draw another mask; set fsdp_cfg.checkpoint_preserve_rng_state=True."
+            )
         return self
 
     def bucket_bytes(self) -> int:

@@ -92,6 +92,8 @@ class TrainingWorker:
             device=self.device,
             optim_cfg=cfg.optim_cfg,
             lr_cfg=cfg.lr_cfg,
+            lora_cfg=cfg.lora_cfg,
+            seed=self.seed,
             total_optimizer_steps=self.total_optimizer_steps,
             chunk_size=cfg.loss_cfg.logprob_chunk_size,
         )
@@ -117,8 +119,11 @@ class TrainingWorker:
         )
         self.owns_group = True
 
-    def _build_reference(self) -> TrainEngine:
+    def _build_reference(self) -> TrainEngine | None:
+        """None where it is the policy without its adapters."""
         cfg = self.config
+        if cfg.lora_cfg is not None and Path(cfg.ref_load_from or cfg.load_from) == Path(cfg.load_from):
+            return None
         frozen = {"recompute_ratio": 0.0, "requires_grad": False, "cpu_offload": False}
         fsdp_cfg = cfg.ref_model_fsdp_cfg or FSDPConfig(**(cfg.fsdp_cfg.model_dump() | frozen))
         reference = TrainEngine(cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size)
@@ -232,8 +237,10 @@ class TrainingWorker:
         return finalize_metrics(reduce_metrics(merge_metrics(rows), all_reduce))
 
     def _reference_logprobs(self, packs: list[PackedBatch]) -> dict[int, Tensor]:
-        if self.reference is None:
+        if not self.config.loss_cfg.use_kl_loss:
             return {}
+        if self.reference is None:
+            return {id(pack): self.engine.base_logprobs(pack) for pack in packs}
         self.reference.onload(optimizer=False)
         out = {id(pack): self.reference.logprobs(pack) for pack in packs}
         self.reference.offload()
