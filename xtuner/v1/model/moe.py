@@ -3,9 +3,12 @@
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from xtuner.v1.ops.expert_exchange import compute_on_owners
 from xtuner.v1.ops.expert_order import ExpertOrder, combine_tokens, spread_tokens
 from xtuner.v1.ops.grouped_mm import grouped_mm
 from xtuner.v1.ops.swiglu import swiglu
@@ -93,13 +96,18 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts * fan_out, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [M, in] sorted by expert, ends int32 [E] (see `grouped_mm`) -> [M, out]."""
-        out = grouped_mm(x, self.weight.view(-1, self.fan_out, self.fan_in), ends)
-        if self.bias is not None:
-            sizes = ends.diff(prepend=ends.new_zeros(1))
-            rows = self.bias.view(-1, self.fan_out).repeat_interleave(sizes, dim=0, output_size=x.shape[0])
-            out = out + rows
-        return out
+        """x [M, in] sorted by expert, ends int32 [E] (see `grouped_mm`) -> [M, out]; E are the experts held here."""
+        out = grouped_mm(x, _held(self.weight).view(-1, self.fan_out, self.fan_in), ends)
+        if self.bias is None:
+            return out
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        bias = _held(self.bias).view(-1, self.fan_out)
+        return out + bias.repeat_interleave(sizes, dim=0, output_size=x.shape[0])
+
+
+def _held(param: Tensor) -> Tensor:
+    """The part of a parameter that is cut over expert-parallel ranks."""
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 class Experts(nn.Module):
@@ -109,6 +117,8 @@ class Experts(nn.Module):
         super().__init__()
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.num_experts = experts
+        self.group: dist.ProcessGroup | None = None
+        """The ranks over which the experts are cut, in order; None: all are here."""
         self.activation = _EXPERT_ACTIVATIONS[config.expert_act]
         self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, config.expert_bias, dtype)
         self.down_proj = StackedLinear(experts, inner, hidden, config.expert_bias, dtype)
@@ -116,7 +126,12 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, K] and their weights float32 [T, K] -> [T, H]."""
         order = ExpertOrder.build(ids, self.num_experts)
-        return combine_tokens(self.compute(spread_tokens(x, order), order.ends), order, weights)
+        rows = spread_tokens(x, order)
+        if self.group is None:
+            out = self.compute(rows, order.ends)
+        else:
+            out = compute_on_owners(rows, order.ends, self.group, self.compute)
+        return combine_tokens(out, order, weights)
 
     def compute(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [M, H] sorted by expert -> [M, H]."""

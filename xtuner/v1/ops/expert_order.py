@@ -37,8 +37,7 @@ def spread_tokens(x: Tensor, order: ExpertOrder) -> Tensor:
 
 def combine_tokens(out: Tensor, order: ExpertOrder, weights: Tensor) -> Tensor:
     """out [T * K, H] sorted by expert, weights [T, K] -> their weighted sum [T, H] in out's type."""
-    copies = _Rows.apply(out, order.places, order.order, 1).view(*weights.shape, out.shape[-1])
-    return torch.bmm(weights.to(out.dtype)[:, None], copies).squeeze(1)
+    return _Combine.apply(out, weights.to(out.dtype), order.order, order.places)
 
 
 def reorder(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -60,3 +59,25 @@ class _Rows(torch.autograd.Function):
         if ctx.copies > 1:
             grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
         return grad, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Keeps the rows as they are, and not a second copy in the order of the tokens."""
+
+    @staticmethod
+    def forward(ctx, out, weights, order, places):
+        ctx.save_for_backward(out, weights)
+        ctx.order, ctx.places = order, places
+        combined = out.new_empty(weights.shape[0], out.shape[1])
+        copies = out.index_select(0, places).view(*weights.shape, -1)
+        torch.bmm(weights[:, None], copies, out=combined[:, None])
+        return combined
+
+    @staticmethod
+    def backward(ctx, grad):
+        out, weights = ctx.saved_tensors
+        grad_out = grad.index_select(0, ctx.order // weights.shape[1])
+        grad_out.mul_(weights.flatten()[ctx.order, None])
+        copies = out.index_select(0, ctx.places).view(*weights.shape, -1)
+        grad_weights = torch.bmm(copies, grad[:, :, None]).squeeze(2)
+        return grad_out, grad_weights, None, None
