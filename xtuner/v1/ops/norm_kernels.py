@@ -84,7 +84,7 @@ def num_programs(device: torch.device) -> int:
     """Enough to fill the device; each sums a weight's gradient over its rows in a fixed order."""
     if device.type != "cuda":
         return 8
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    return 16 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _warps(block: int) -> int:

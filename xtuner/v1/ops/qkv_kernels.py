@@ -10,7 +10,8 @@ from torch import Tensor
 from .norm_kernels import num_programs
 from .rotary import RotaryTable
 
-_ROWS = 4
+_TILE = 1024
+"""Numbers of half a head that a program holds at a time: 16 bytes a thread and load."""
 
 
 def split_qkv(
@@ -35,11 +36,11 @@ class _SplitQKV(torch.autograd.Function):
         qkv = qkv.contiguous()
         rows, dim = qkv.shape[0], qkv.shape[1] // (num_q + 2 * num_kv)
         q, k = qkv.new_empty(rows, num_q, dim), qkv.new_empty(rows, num_kv, dim)
+        half, block = _tile(dim)
         if rows:
-            _forward[(triton.cdiv(rows, _ROWS),)](
+            _forward[(triton.cdiv(rows, block),)](
                 qkv, table.cos, table.sin, q_weight, k_weight, q, k, rows, eps,
-                Q=num_q, KV=num_kv, D=dim, HALF=triton.next_power_of_2(dim // 2),
-                NORM=q_weight is not None, ROWS=_ROWS, num_warps=4,
+                Q=num_q, KV=num_kv, D=dim, HALF=half, NORM=q_weight is not None, ROWS=block, num_warps=4,
             )  # fmt: skip
         ctx.save_for_backward(qkv, q_weight, k_weight)
         ctx.sizes, ctx.table, ctx.eps = (num_q, num_kv, dim), table, eps
@@ -52,16 +53,22 @@ class _SplitQKV(torch.autograd.Function):
         grad_q, grad_k, grad_v = grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
         rows, norm = qkv.shape[0], q_weight is not None
         grad = torch.empty_like(qkv)
-        programs = max(1, min(triton.cdiv(rows, _ROWS), num_programs(qkv.device)))
+        half, block = _tile(dim)
+        programs = max(1, min(triton.cdiv(rows, block), num_programs(qkv.device)))
         parts = torch.zeros(2, programs, dim, dtype=torch.float32, device=qkv.device)
         if rows:
             _backward[(programs,)](
                 grad_q, grad_k, grad_v, qkv, ctx.table.cos, ctx.table.sin, q_weight, k_weight, grad, parts, rows,
-                ctx.eps, Q=num_q, KV=num_kv, D=dim, HALF=triton.next_power_of_2(dim // 2),
-                NORM=norm, ROWS=_ROWS, num_warps=4,
+                ctx.eps, Q=num_q, KV=num_kv, D=dim, HALF=half, NORM=norm, ROWS=block, num_warps=4,
             )  # fmt: skip
         grad_weights = parts.sum(1).to(q_weight.dtype).unbind(0) if norm else (None, None)
         return grad, None, None, None, *grad_weights, None
+
+
+def _tile(dim: int) -> tuple[int, int]:
+    """Columns of half a head, rounded up, and rows."""
+    half = triton.next_power_of_2(dim // 2)
+    return half, max(1, _TILE // half)
 
 
 @triton.jit
