@@ -27,7 +27,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def _kept_parameters(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
-    """With adapters these alone: the frozen weights are those of `load_from`.""""""
+    """With adapters these alone: the frozen weights are those of `load_from`."""
     adapters_only = engine.lora_cfg is not None
     return ((n, p) for n, p in engine.model.named_parameters() if p.requires_grad or not adapters_only)
 
