@@ -57,7 +57,7 @@ class AgentLoop(ABC):
             state.sample_params = self.sample_params
         group = await run_all(self._generate_one(state) for state in states)
         if self.enable_batch_judge:
-            group = await self._judge(group)
+            group = await self._judge_batch(group)
         for state in group:
             self._check_reward(state)
         return group
@@ -68,33 +68,26 @@ class AgentLoop(ABC):
         except Exception as error:
             error.add_note(f"in {type(self).__name__}, task {state.task_name}, rollout {state.rollout_id}")
             raise
-        return state if self.enable_batch_judge else (await self._judge([state]))[0]
-
-    async def _judge(self, states: list[RolloutState]) -> list[RolloutState]:
-        """Judge the completed ones without a reward. What the judger raises becomes their `judge_error`."""
-        waiting = [
-            index
-            for index, state in enumerate(states)
-            if state.status == Status.COMPLETED and state.reward is None and state.judge_error is None
-        ]
-        if self.judger is None or not waiting:
-            return states
+        if self.judger is None or self.enable_batch_judge or not _is_unjudged(state):
+            return state
         try:
-            if self.enable_batch_judge:
-                judged = await self.judger.batch_judge([states[index] for index in waiting])
-            else:
-                judged = [await self.judger.judge(states[index]) for index in waiting]
+            return await self.judger.judge(state)
+        except Exception as error:
+            return _not_judged(state, error)
+
+    async def _judge_batch(self, group: list[RolloutState]) -> list[RolloutState]:
+        """Judge the completed ones without a reward in one call. What it raises becomes the `judge_error` of all."""
+        waiting = {index: state for index, state in enumerate(group) if _is_unjudged(state)}
+        if self.judger is None or not waiting:
+            return group
+        try:
+            judged = await self.judger.batch_judge(list(waiting.values()))
             if len(judged) != len(waiting):
                 raise ValueError(f"batch_judge returned {len(judged)} samples for {len(waiting)}")
         except Exception as error:
-            for index in waiting:
-                states[index].reward = None
-                states[index].judge_error = describe(error)
-            return states
-        states = list(states)
-        for index, state in zip(waiting, judged, strict=True):
-            states[index] = state
-        return states
+            judged = [_not_judged(state, error) for state in waiting.values()]
+        by_index = dict(enumerate(group)) | dict(zip(waiting, judged, strict=True))
+        return list(by_index.values())
 
     def _check_reward(self, state: RolloutState) -> None:
         if state.status != Status.COMPLETED or state.judge_error is not None:
@@ -108,6 +101,15 @@ class AgentLoop(ABC):
         else:
             state.judge_error = f"the reward must hold a finite number `score`, got {state.reward!r}"
         state.reward = None
+
+
+def _is_unjudged(state: RolloutState) -> bool:
+    return state.status == Status.COMPLETED and state.reward is None and state.judge_error is None
+
+
+def _not_judged(state: RolloutState, error: Exception) -> RolloutState:
+    state.reward, state.judge_error = None, describe(error)
+    return state
 
 
 def _default_params(value: Any) -> Any:

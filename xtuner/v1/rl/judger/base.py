@@ -82,15 +82,16 @@ class Judger(BaseJudger):
 
 def reward_from(output: Any) -> dict[str, Any]:
     """A reward: the output of a reward function, its score as a finite float. Raises JudgeError if it has none."""
-    if not isinstance(output, Mapping):
+    if not isinstance(output, dict | Mapping):
         output = {"score": output}
     if "score" not in output:
         raise JudgeError(f"the reward has no 'score'; its keys are {sorted(map(str, output)) or 'none'}")
     score = output["score"]
-    if hasattr(score, "item"):  # numpy and torch scalars
-        score = score.item()
-    if not isinstance(score, Real):
-        raise JudgeError(f"the score must be a number, not {score!r:.80} ({type(score).__name__})")
+    if not isinstance(score, float):
+        if hasattr(score, "item"):  # numpy and torch scalars
+            score = score.item()
+        if not isinstance(score, Real):
+            raise JudgeError(f"the score must be a number, not {score!r:.80} ({type(score).__name__})")
     if not math.isfinite(score):
         raise JudgeError(f"the score is {float(score)}; it must be finite")
     return {**output, "score": float(score)}

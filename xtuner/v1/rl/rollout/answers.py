@@ -45,7 +45,7 @@ def output_problem(output: GenerateOutput, params: SampleParams) -> str | None:
         return None
     if len(output.logprobs) != count:
         return f"{len(output.logprobs)} log-probs for {count} tokens"
-    if not all(math.isfinite(value) for value in output.logprobs):
+    if not all(map(math.isfinite, output.logprobs)):
         return "log-probs that are not finite"
     return None
 
@@ -68,7 +68,9 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
 
 def _cut_at_stop(text: str, params: SampleParams) -> str:
     """End the text with its stop string (or before it): the last token may hold more than that."""
-    start, stop = max(((text.rfind(stop), stop) for stop in params.stops), default=(-1, ""))
+    if not params.stops:
+        return text
+    start, stop = max((text.rfind(stop), stop) for stop in params.stops)
     if start < 0:
         return text
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]

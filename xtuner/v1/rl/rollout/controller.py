@@ -38,7 +38,8 @@ class RolloutController:
         self._pool = ReplicaPool(
             worker_names,
             handles,
-            timeout=config.health_check_timeout_seconds,
+            request_timeout=config.rollout_timeout,
+            check_timeout=config.health_check_timeout_seconds,
             interval=config.health_check_interval_seconds,
             threshold=config.health_check_failure_threshold,
         )
@@ -104,13 +105,13 @@ class RolloutController:
 
     async def _attempt(self, replica: Replica, request: GenerateRequest) -> tuple[GenerateOutput | None, str]:
         """A usable answer or refusal, or None and what went wrong; such a thing may pass."""
-        events, self._events = self._events, Counter()
-        timeout = self.config.rollout_timeout
+        events = dict(self._events)
+        self._events.clear()
         try:
-            output = await self._pool.call(replica, timeout, "generate", request, dict(events))
+            output = await self._pool.call(replica, "generate", request, events)
         except TimeoutError:
             self._events["timeouts"] += 1
-            return None, f"no answer within rollout_timeout={timeout:g} s"
+            return None, f"no answer within rollout_timeout={self.config.rollout_timeout:g} s"
         except WorkerLostError as error:
             self._events.update(events)
             return None, str(error)

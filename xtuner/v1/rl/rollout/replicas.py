@@ -11,6 +11,37 @@ from xtuner.v1.utils import get_logger
 _MAX_SESSIONS = 10_000
 
 
+class InFlight:
+    """`with` it around a request of the current task: until then `end` makes it raise, as a time limit would."""
+
+    __slots__ = ("deadline", "fault", "_siblings", "_task", "_cancelling")
+
+    def __init__(self, siblings: "set[InFlight]", deadline: float):
+        self.deadline = deadline
+        self.fault: Exception | None = None
+        """What `end` was called with."""
+        self._siblings = siblings
+
+    def end(self, fault: Exception) -> None:
+        """Give up the request: `fault` is raised where it is awaited."""
+        if self.fault is None:
+            self.fault = fault
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._siblings.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._siblings.discard(self)
+        if self.fault is None or self._task.uncancel() > self._cancelling:
+            return  # ended by itself, or cancelled by somebody else
+        if kind is asyncio.CancelledError:
+            raise self.fault from None
+
+
 @dataclass(slots=True)
 class Replica:
     """One worker."""
@@ -24,16 +55,26 @@ class Replica:
     missed: int = 0
     """Health checks without an answer, in a row."""
     probe: asyncio.Task[bool] | None = None
-    in_flight: set[asyncio.Future[Any]] = field(default_factory=set)
+    in_flight: set[InFlight] = field(default_factory=set)
 
 
 class ReplicaPool:
     """Chooses a worker for a request and leaves out those that cannot serve."""
 
-    def __init__(self, names: list[str], handles: list[Handle], timeout: float, interval: float, threshold: int):
+    def __init__(
+        self,
+        names: list[str],
+        handles: list[Handle],
+        *,
+        request_timeout: float,
+        check_timeout: float,
+        interval: float,
+        threshold: int,
+    ):
         self.replicas = [Replica(name, handle) for name, handle in zip(names, handles, strict=True)]
         self.last_error = ""
-        self._timeout, self._interval, self._threshold = timeout, interval, threshold
+        self._request_timeout, self._check_timeout = request_timeout, check_timeout
+        self._interval, self._threshold = interval, threshold
         self._sessions: OrderedDict[int, Replica] = OrderedDict()
         self._watch: asyncio.Task[None] | None = None
 
@@ -53,8 +94,10 @@ class ReplicaPool:
         kept = self._sessions.get(session_id) if session_id is not None else None
         if kept is not None and kept.active and kept is not avoid:
             choice = kept
+        elif len(active) == 1:
+            choice = active[0]
         else:
-            choice = min([r for r in active if r is not avoid] or active, key=lambda r: len(r.in_flight))
+            choice = min([r for r in active if r is not avoid], key=lambda r: len(r.in_flight))
         if session_id is not None:
             self._sessions[session_id] = choice
             self._sessions.move_to_end(session_id)
@@ -62,28 +105,23 @@ class ReplicaPool:
                 self._sessions.popitem(last=False)
         return choice
 
-    async def call(self, replica: Replica, timeout: float, method: str, *args: Any) -> Any:
-        """A call that ends early when the worker is given up.
+    async def call(self, replica: Replica, method: str, *args: Any) -> Any:
+        """A call that ends early when its time is up or the worker is given up.
 
         Raises:
             TimeoutError: no answer in time; the call is cancelled on the other side too.
             WorkerLostError: the worker is gone or was left out meanwhile.
         """
-        self._start_watch()
-        task = asyncio.ensure_future(replica.handle.call(method, *args))
-        replica.in_flight.add(task)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.ensure_future(self._watch_requests())
+        request = InFlight(replica.in_flight, asyncio.get_running_loop().time() + self._request_timeout)
         try:
-            return await asyncio.wait_for(task, timeout)
+            with request:
+                return await replica.handle.call(method, *args)
         except WorkerLostError as error:
-            self.give_up(replica, str(error), lost=True)
+            if error is not request.fault:
+                self.give_up(replica, str(error), lost=True)
             raise
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if replica.active or (me is not None and me.cancelling()):
-                raise
-            raise WorkerLostError(f"{replica.name} was left out: {self.last_error}") from None
-        finally:
-            replica.in_flight.discard(task)
 
     def give_up(self, replica: Replica, error: str, lost: bool = False) -> None:
         """No more requests for this worker; those in flight end now, to be tried elsewhere."""
@@ -92,23 +130,24 @@ class ReplicaPool:
             return
         replica.active, self.last_error = False, error
         get_logger().error(f"{replica.name} is out of service, its requests go to others: {error}")
-        for task in list(replica.in_flight):
-            task.cancel()
+        for request in replica.in_flight:
+            request.end(WorkerLostError(f"{replica.name} was left out: {error}"))
 
     async def probe(self, replica: Replica, why: str = "") -> bool:
         """Whether a worker can serve. One that says no is left out, for `why` if given; one that says yes is back.
 
         Without an answer it is left out after some checks in a row. Concurrent checks of a worker are one.
         """
-        if replica.lost:
-            return False
+        return False if replica.lost else await asyncio.shield(self._start_probe(replica, why))
+
+    def _start_probe(self, replica: Replica, why: str = "") -> "asyncio.Task[bool]":
         if replica.probe is None or replica.probe.done():
             replica.probe = asyncio.ensure_future(self._probe(replica, why))
-        return await asyncio.shield(replica.probe)
+        return replica.probe
 
     async def _probe(self, replica: Replica, why: str) -> bool:
         try:
-            healthy = await asyncio.wait_for(replica.handle.call("health"), self._timeout)
+            healthy = await asyncio.wait_for(replica.handle.call("health"), self._check_timeout)
         except WorkerLostError as error:
             self.give_up(replica, str(error), lost=True)
             return False
@@ -127,17 +166,28 @@ class ReplicaPool:
             get_logger().info(f"{replica.name} is in service again.")
         return True
 
-    def _start_watch(self) -> None:
-        if self._threshold > 0 and (self._watch is None or self._watch.done()):
-            self._watch = asyncio.ensure_future(self._watch_health())
+    async def _watch_requests(self) -> None:
+        """While requests are out: end those whose time is up, and probe the workers, so that a dead engine costs
+        seconds and not a whole request timeout.
 
-    async def _watch_health(self) -> None:
-        """Probe while requests are out, so that a dead engine costs seconds and not a whole request timeout."""
-        while True:
-            await asyncio.sleep(self._interval)
-            if not any(r.in_flight for r in self.replicas):
-                return
-            await asyncio.gather(*(self.probe(r) for r in self.replicas))
+        One task for all requests: a request that comes while it sleeps is due later than those it has seen.
+        """
+        loop = asyncio.get_running_loop()
+        next_check = loop.time() + self._interval
+        while requests := [request for r in self.replicas for request in r.in_flight]:
+            now = loop.time()
+            if next_check <= now:
+                next_check = now + self._interval
+                for replica in self.replicas if self._threshold > 0 else ():
+                    if not replica.lost:
+                        self._start_probe(replica)
+            wake = min(next_check, now + self._request_timeout)
+            for request in requests:
+                if request.deadline <= now:
+                    request.end(TimeoutError())
+                else:
+                    wake = min(wake, request.deadline)
+            await asyncio.sleep(wake - now)
 
     def stop_watch(self) -> None:
         if self._watch is not None:

@@ -65,7 +65,8 @@ class RolloutWorker:
     async def generate(self, request: GenerateRequest, counts: Mapping[str, int] | None = None) -> GenerateOutput:
         """Serve a request; at once `abort` while paused. `counts` are events that a controller has to report."""
         self._counts["requests"] += 1
-        self._counts.update(counts or {})
+        if counts:
+            self._counts.update(counts)
         if self._paused:
             return GenerateOutput(request.request_id, finish_reason="abort")
         return await self.engine.generate(request)
