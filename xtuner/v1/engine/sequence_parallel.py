@@ -10,6 +10,7 @@ from xtuner.v1.data_proto import PackedBatch, SegmentLayout
 from xtuner.v1.ops.attention import AttentionContext, PackedAttention
 
 from .mesh import ParallelMesh
+from .router_loss import row_counts
 
 
 class PackShare:
@@ -28,7 +29,7 @@ class PackShare:
         """int64 [T / (sp x tp)]"""
         self.position_ids = pack.position_ids.chunk(mesh.sizes.sp)[mesh.sp_rank]
         """int64 [T / sp]"""
-        self._layout = pack.layout
+        self._pack = pack
         owner = pack.target_rows // rows
         self._own = (owner == mesh.pack_rank).nonzero().squeeze(1) if ranks > 1 else slice(None)
         self.target_rows = pack.target_rows[self._own] - mesh.pack_rank * rows
@@ -47,10 +48,14 @@ class PackShare:
 
     def attention(self, device: torch.device) -> AttentionContext:
         """The context of all T rows."""
-        whole = PackedAttention(self._layout, device)
+        whole = PackedAttention(self._pack.layout, device)
         if self._mesh.sp_group is None:
             return whole
         return UlyssesAttention(whole, self._mesh.sp_group)
+
+    def row_counts(self) -> Tensor:
+        """How many samples hold each of the own rows, int32 [T / (sp x tp)]."""
+        return row_counts(self._pack).chunk(self._mesh.sizes.pack)[self._mesh.pack_rank]
 
     def collect(self, values: Tensor) -> Tensor:
         """This rank's values [n] -> those of all the pack's targets [N] in the pack's order, on each of its ranks.
@@ -99,34 +104,57 @@ class UlyssesAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `AttentionContext`, of this rank's T / sp rows and all heads."""
-        size, rows = self._size, q.shape[0]
+        size = self._size
         if k.shape[1] < size:
             k, v = (t.repeat_interleave(size // t.shape[1], dim=1) for t in (k, v))
-        parts = [t.reshape(rows, size, -1) for t in (q, k, v)]
-        widths = [part.shape[2] for part in parts]
-        whole = _Exchange.apply(torch.cat(parts, 2).transpose(0, 1).contiguous(), self._group).flatten(0, 1)
-        heads = zip(whole.split(widths, 1), (q, k, v), strict=True)
-        q_heads, k_heads, v_heads = (part.unflatten(1, (-1, t.shape[2])) for part, t in heads)
+        heads = _RowsToHeads.apply(self._group, q, k, v).split([t[0].numel() // size for t in (q, k, v)], 1)
+        q_heads, k_heads, v_heads = (
+            part.unflatten(1, (-1, t.shape[2])) for part, t in zip(heads, (q, k, v), strict=True)
+        )
         if sinks is not None:
             sinks = sinks.chunk(size)[self._group.rank()]
         out = self._whole.attend(layer, q_heads, k_heads, v_heads, scale, window, sinks)
-        back = _Exchange.apply(out.reshape(size, rows, -1), self._group)
-        return back.transpose(0, 1).reshape(rows, -1, out.shape[2])
+        return _HeadsToRows.apply(self._group, out).unflatten(1, (-1, out.shape[2]))
 
 
-class _Exchange(torch.autograd.Function):
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x [P, ...]: piece p goes to rank p of the group, and what comes from rank p is piece p of the result."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class _RowsToHeads(torch.autograd.Function):
+    """Tensors [R, H, D] of R = T / P rows -> [T, sum of H / P * D], one behind the other."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
+    def forward(ctx, group, *parts):
+        ctx.group, ctx.shapes = group, [part.shape for part in parts]
+        flat = [part.reshape(part.shape[0], group.size(), -1) for part in parts]
+        ctx.widths = [part.shape[2] for part in flat]
+        send = torch.cat([part.transpose(0, 1) for part in flat], 2)
+        return _exchange(send, group).flatten(0, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Exchange.apply(grad.contiguous(), ctx.group), None
+        back = _exchange(grad.reshape(ctx.group.size(), -1, grad.shape[1]), ctx.group)
+        parts = zip(back.split(ctx.widths, 2), ctx.shapes, strict=True)
+        return None, *(part.transpose(0, 1).contiguous().view(shape) for part, shape in parts)
+
+
+class _HeadsToRows(torch.autograd.Function):
+    """x [T, h, D] -> [R, P * h * D]."""
+
+    @staticmethod
+    def forward(ctx, group, x):
+        ctx.group, ctx.shape = group, x.shape
+        back = _exchange(x.reshape(group.size(), x.shape[0] // group.size(), -1), group)
+        return back.transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        send = grad.unflatten(1, (ctx.group.size(), -1)).transpose(0, 1).contiguous()
+        return None, _exchange(send, ctx.group).reshape(ctx.shape)
 
 
 class _Collect(torch.autograd.Function):
@@ -136,7 +164,7 @@ class _Collect(torch.autograd.Function):
         padded = values.new_zeros(most)
         padded[: values.numel()] = values
         gathered = values.new_empty(group.size() * most)
-        dist.all_gather_into_tensor(gathered, padded, group=group)
+        dist.all_gather(list(gathered.split(most)), padded, group=group)
         return gathered[places]
 
     @staticmethod
