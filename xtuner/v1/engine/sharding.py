@@ -9,6 +9,7 @@ from xtuner.v1.config import FSDPConfig
 from xtuner.v1.model.dense import DenseModel
 from xtuner.v1.model.lora import adapted_layers
 
+from .expert_parallel import cut_experts
 from .mesh import ParallelMesh
 from .recompute import recompute_layers
 from .tensor_parallel import cut_layers
@@ -27,6 +28,9 @@ def freeze(model: DenseModel, cfg: FSDPConfig, device: torch.device) -> None:
     for part, part_dtype in ((model, torch.float32 if cfg.fp32_lm_head else dtype), (model.layers, dtype)):
         for param in part.parameters():
             param.data = param.data.to(part_dtype)
+    for name in model.float32_names:
+        param = model.get_parameter(name)
+        param.data = param.data.float()
 
 
 def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: ParallelMesh, device: torch.device) -> None:
@@ -37,6 +41,7 @@ def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: ParallelMesh, device: 
     """
     if mesh.tp is not None:
         cut_layers(model, mesh.tp)
+    experts = [] if mesh.expert is None else cut_experts(model, mesh.expert[mesh.expert.mesh_dim_names[1]])
     compiled = cfg.torch_compile and device.type == "cuda"
     if compiled:
         model.compile_layers()
@@ -56,7 +61,13 @@ def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: ParallelMesh, device: 
         reduce_dtype=reduce_dtype,
         cast_forward_inputs=False,
     )
-    shard = partial(fully_shard, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload)
+    shard = partial(
+        fully_shard, reshard_after_forward=cfg.reshard_after_forward, offload_policy=offload,
+        # Tiny and never trained, and not to be cast: every rank has them whole.
+        ignored_params={model.get_parameter(name) for name in model.float32_names},
+    )  # fmt: skip
+    for unit in experts:
+        shard(unit, mesh=mesh.expert[mesh.expert.mesh_dim_names[0]], mp_policy=policy)
     for layer in model.layers:
         shard(layer, mesh=mesh.layers, mp_policy=policy)
     shard(model, mesh=mesh.root, mp_policy=root_policy)

@@ -1,6 +1,6 @@
 """The training engine: a sharded model, its optimizer, and the steps between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from xtuner.v1.data_proto import PackedBatch, WeightBucket
 from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
 from xtuner.v1.model.lora import adapters_off, add_adapters, init_adapters
+from xtuner.v1.model.moe_config import check_experts
+from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.model.peft import ADAPTER_FOLDER, peft_tensors, save_peft_adapter
 from xtuner.v1.utils.device import synchronize
 
@@ -21,6 +23,7 @@ from .gradients import complete_gradients, gradient_norm
 from .lr_schedule import learning_rate
 from .mesh import ParallelMesh, build_mesh
 from .placement import local_part
+from .router_loss import RouterLoss, num_rows
 from .sequence_parallel import PackShare
 from .sharding import compute_dtype, freeze, shard_model
 
@@ -65,6 +68,7 @@ class TrainEngine:
         self.optimizer_step = 0
         self.compute_dtype = compute_dtype(fsdp_cfg, device)
         self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
+        check_experts(model_cfg, fsdp_cfg)
         self.mesh = mesh or build_mesh(fsdp_cfg, sp_size, device)
         self.model = model_cfg.build(device="meta").to(torch.float32)
         if optim_cfg is None or lora_cfg is not None:
@@ -101,11 +105,25 @@ class TrainEngine:
         chunk = self.chunk_size or max(1, share.labels.numel())
         logprobs, entropy = self.model(
             share.input_ids, share.position_ids, share.attention(self.device), share.target_rows, share.labels,
-            share.inv_temperature, chunk, with_entropy,
+            share.inv_temperature, chunk, with_entropy, **self._router_inputs(share),
         )  # fmt: skip
         if not torch.is_grad_enabled():
             self._reshard()
         return share.collect(logprobs), None if entropy is None else share.collect(entropy)
+
+    def _router_inputs(self, share: PackShare) -> dict[str, Tensor]:
+        return {"row_weights": share.row_counts()} if isinstance(self.model, MoEModel) else {}
+
+    def router_loss(self, packs: Sequence[PackedBatch]) -> RouterLoss | None:
+        """What the routers add to the loss of one optimizer step with these packs of this rank; None for a dense model.
+
+        Collective. Add `RouterLoss.add(engine.model.router_stats)` to the loss after each forward.
+        """
+        if not isinstance(self.model, MoEModel):
+            return None
+        rows = torch.tensor(float(num_rows(packs)), dtype=torch.float64, device=self.device)
+        dist.all_reduce(rows, group=self.mesh.data_group)
+        return RouterLoss(self.model.config, float(rows))
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:

@@ -146,7 +146,7 @@ class RLColocateTrainer:
             pack_max_length=worker.pack_max_length,
             hidden_size=worker.model_cfg.hidden_size,
             share_prompts=worker.share_prompts,
-            skip_zero_advantage=worker.loss_cfg.zero_without_advantage,
+            skip_zero_advantage=worker.zero_without_advantage,
             pad_multiple=1 if cfg.resources.device == "cpu" else 64,
             seed=None if cfg.deterministic else cfg.seed + step,
         )

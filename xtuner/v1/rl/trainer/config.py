@@ -5,7 +5,8 @@ from pathlib import Path
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig, XTunerConfig
-from xtuner.v1.model import TransformerConfig
+from xtuner.v1.model import MoEModelConfig, TransformerConfig
+from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.rl.loss import BaseRLLossConfig
 
 
@@ -77,7 +78,8 @@ class WorkerConfig(XTunerConfig):
         sizes = {"sp_size": self.sp_size}
         for field, cfg in (("fsdp_cfg", self.fsdp_cfg), ("ref_model_fsdp_cfg", self.ref_model_fsdp_cfg)):
             if cfg is not None:
-                sizes |= {f"{field}.tp_size": cfg.tp_size, f"{field}.ep_size": cfg.ep_size}
+                check_experts(self.model_cfg, cfg, f"train_worker_cfg.{field}")
+                sizes |= {f"{field}.tp_size": cfg.tp_size}
         for name, value in sizes.items():
             if value != 1:
                 raise ValueError(f"train_worker_cfg.{name}={value}: this version trains data-parallel only; set 1.")
@@ -87,7 +89,7 @@ class WorkerConfig(XTunerConfig):
                 "ref_model_fsdp_cfg, leave it out here."
             )
         if self.free_rollout_routed_experts_in_worker is not True or self.offload_rollout_routed_experts:
-            raise ValueError("train_worker_cfg: routed-experts options need a mixture-of-experts model.")
+            raise ValueError("train_worker_cfg: routing replay is not offered by this version; leave its options out.")
         if self.sft_global_batch_size != -1 or self.rollout_steps_per_sft != 1:
             raise ValueError("train_worker_cfg: sft_* options need sft_dataloader_cfg, which this version lacks.")
         return self
@@ -123,6 +125,13 @@ class WorkerConfig(XTunerConfig):
                 f"{dropout}: recomputation would draw another mask; set fsdp_cfg.checkpoint_preserve_rng_state=True."
             )
         return self
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether samples without advantage have no gradient: no term of the loss looks at anything else."""
+        model = self.model_cfg
+        routers = isinstance(model, MoEModelConfig) and model.has_router_loss
+        return self.loss_cfg.zero_without_advantage and not routers
 
     def bucket_bytes(self) -> int:
         """Size of a weight bucket in bytes."""

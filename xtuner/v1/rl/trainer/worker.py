@@ -179,6 +179,7 @@ class TrainingWorker:
         divisor = torch.stack([part for _, part in weighting]).sum()
         dist.all_reduce(divisor)
         divisor = divisor.clamp_min(torch.finfo(torch.float32).tiny)
+        routers = self.engine.router_loss(packs)
         rows: list[Metrics] = []
         tokens = 0
         for pack, (is_weights, _, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
@@ -189,8 +190,9 @@ class TrainingWorker:
                 logprobs, old.get(id(pack), before), pack.advantages, (numerators / divisor).float(),
                 ref_logprobs=references.get(id(pack)), is_weights=is_weights,
             )  # fmt: skip
+            router_loss = routers.add(self.engine.model.router_stats) if routers is not None else 0.0
             if pack.needs_gradient:
-                self.engine.backward(loss)
+                self.engine.backward(loss + router_loss)
             totals = {"loss": sum_of(loss), "trained_tokens": sum_of(torch.ones_like(pack.labels))}
             rows.append(metrics | is_metrics | totals)
             tokens += pack.input_ids.numel() - pack.num_padding
@@ -206,7 +208,9 @@ class TrainingWorker:
                 )
         else:
             self.consecutive_skips = 0
+        of_routers = routers.metrics() if routers is not None else {}
         return self._reduced(rows) | {
+            **of_routers,
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "skipped": float(step.skipped is not None),
