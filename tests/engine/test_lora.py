@@ -78,11 +78,12 @@ def test_another_model_with_the_pushed_weights_has_the_trainer_s_log_probs_to_th
     assert torch.equal(engine.logprobs(pack), expected)
 
 
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("share", [False, True])
 def test_gradient_does_not_depend_on_the_split_into_packs(tmp_path, share, recompute):
     samples = make_samples(12)
-    whole, split = lora_engine(tmp_path), lora_engine(tmp_path, recompute_ratio=recompute)
+    recomputing = {"recompute_ratio": 1.0, "fsdp": {"recompute": recompute}} if recompute else {}
+    whole, split = lora_engine(tmp_path), lora_engine(tmp_path, **recomputing)
     for engine in (whole, split):
         train(engine, last=1)  # B is no longer zero: A has a gradient too
     backward(whole, packs_of(samples, length=4096)[0][0][0])
