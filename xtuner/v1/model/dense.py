@@ -26,6 +26,17 @@ class ParamSlice(NamedTuple):
     param: str
     start: int
     end: int
+    stack: int = 1
+    """Where it is above 1, Hugging Face's tensor has the rows as [stack, rows / stack, ...]."""
+
+
+class HFPart(NamedTuple):
+    """A Hugging Face name for rows [start, end) of a parameter; `stack` as in `ParamSlice`."""
+
+    name: str
+    start: int
+    end: int
+    stack: int = 1
 
 
 class SelfAttention(nn.Module):
@@ -105,18 +116,20 @@ class DenseModel(nn.Module):
         # Plain tensors, no buffers: building on the meta device and moving the module leave them alone.
         self._frequencies = {torch.device("cpu"): rope_frequencies(config.rope, config.attention.rotary_dim)}
         self.hf_params = {
-            part: ParamSlice(name, start, end)
+            part.name: ParamSlice(name, *part[1:])
             for name, param in self.named_parameters()
-            for part, start, end in self.hf_parts(name if name.startswith("lm_head") else f"model.{name}", len(param))
+            for part in self.hf_parts(name if name.startswith("lm_head") else f"model.{name}", len(param))
         }
         # Parameters whose rows tensor parallelism stores in another order than the one `hf_params` counts in.
         self.row_orders: dict[str, RowOrder] = {}
+        # Parameters that are float32 on any device and in any file.
+        self.float32_names: frozenset[str] = frozenset()
 
     def make_layer(self, config: TransformerConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
         return DecoderLayer(config, layer, dtype)
 
-    def hf_parts(self, name: str, rows: int) -> Iterator[tuple[str, int, int]]:
-        """Hugging Face names and rows [start, end) of what a parameter of ours is made of."""
+    def hf_parts(self, name: str, rows: int) -> Iterator[HFPart]:
+        """What a parameter of ours is made of, by Hugging Face's names."""
         module = name.split(".")[-2]
         sizes = {module: rows}
         if module == "qkv_proj":
@@ -127,7 +140,7 @@ class DenseModel(nn.Module):
             sizes = {"gate_proj": rows // 2, "up_proj": rows // 2}
         start = 0
         for part, size in sizes.items():
-            yield name.replace(f".{module}.", f".{part}."), start, start + size
+            yield HFPart(name.replace(f".{module}.", f".{part}."), start, start + size)
             start += size
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
@@ -204,7 +217,7 @@ class DenseModel(nn.Module):
             full = torch.zeros(param.shape, dtype=torch.float32, device="cpu")
             if name.endswith("norm.weight"):
                 full.fill_(1.0)
-            elif not name.endswith(".bias"):
+            elif not name.endswith("bias"):
                 full.normal_(0.0, std, generator=generator)
             copy_rows(param, full, 0, self.row_orders.get(name))
 

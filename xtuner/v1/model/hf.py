@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from xtuner.v1.config import parse_dtype
+from xtuner.v1.utils import get_logger
 
 from .config import DenseModelConfig
 from .dense import DenseModel
@@ -87,10 +88,12 @@ def load_hf_model(model: DenseModel, path: str | Path) -> None:
 
     Raises ValueError that lists missing and unexpected names and shape mismatches.
     """
-    left, unexpected, mismatched = set(model.hf_params), [], []
+    left, unexpected, mismatched, left_out = set(model.hf_params), [], [], 0
     for name, tensor in iter_hf_tensors(path):
         if name not in model.hf_params:
-            if not _ignorable(model, name):
+            if _predicts_further(model, name):
+                left_out += 1
+            elif not _ignorable(model, name):
                 unexpected.append(name)
         elif tuple(tensor.shape) != (expected := _hf_shape(model, name)):
             mismatched.append(f"{name} is {list(tensor.shape)}, expected {list(expected)}")
@@ -102,19 +105,24 @@ def load_hf_model(model: DenseModel, path: str | Path) -> None:
     if any(problems.values()):
         text = "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items() if names)
         raise ValueError(f"{path}: the weights do not fit config.json. {text}")
+    if left_out:
+        get_logger().warning(
+            f"{path}: its {left_out} tensors of layers for multi-token prediction are not trained, and not exported."
+        )
 
 
 def load_hf_tensor(model: DenseModel, name: str, tensor: Tensor) -> int:
     """Copy one tensor into its rows, on every rank the part it holds. Returns its number of elements."""
     if name not in model.hf_params:
-        if _ignorable(model, name):
+        if _ignorable(model, name) or _predicts_further(model, name):
             return 0
         raise KeyError(f"{name!r} is no parameter of this {model.config.model_type} model.")
     expected = _hf_shape(model, name)
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(expected)}.")
     place = model.hf_params[name]
-    copy_rows(model.get_parameter(place.param), tensor, place.start, model.row_orders.get(place.param))
+    rows = tensor if place.stack == 1 else tensor.flatten(0, 1)
+    copy_rows(model.get_parameter(place.param), rows, place.start, model.row_orders.get(place.param))
     return tensor.numel()
 
 
@@ -195,20 +203,30 @@ def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[s
             full = module.merged_weight(dtype)
         else:
             # Cast before the gather: half the bytes travel.
-            param = model.get_parameter(param_name).detach().to(dtype)
+            kept = param_name in model.float32_names
+            param = model.get_parameter(param_name).detach().to(torch.float32 if kept else dtype)
             full = gather_whole(param, model.row_orders.get(param_name))
         for name in names:
-            yield name, full[model.hf_params[name].start : model.hf_params[name].end]
+            place = model.hf_params[name]
+            rows = full[place.start : place.end]
+            yield name, rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
 
 
 def _hf_shape(model: DenseModel, name: str) -> tuple[int, ...]:
     place = model.hf_params[name]
-    return (place.end - place.start, *model.get_parameter(place.param).shape[1:])
+    rows, rest = place.end - place.start, model.get_parameter(place.param).shape[1:]
+    return (rows, *rest) if place.stack == 1 else (place.stack, rows // place.stack, *rest)
 
 
 def _ignorable(model: DenseModel, name: str) -> bool:
     """Names that old or careless writers add: buffers that we compute, and the second copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.lm_head is None)
+
+
+def _predicts_further(model: DenseModel, name: str) -> bool:
+    """Whether a tensor belongs to the layers behind the last, which no other part needs."""
+    first, extra = model.config.num_hidden_layers, getattr(model.config, "num_nextn_predict_layers", 0)
+    return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + extra))
 
 
 def _shorten(names: list[str], show: int = 8) -> str:
@@ -283,6 +301,8 @@ class HFWriter:
         # Old writers say torch_dtype, new ones dtype; a reader may know only one of them.
         for key in [k for k in ("torch_dtype", "dtype") if k in values] or ["torch_dtype"]:
             values[key] = str(dtype).removeprefix("torch.")
+        if "num_nextn_predict_layers" in values:
+            values["num_nextn_predict_layers"] = 0
         return values
 
 

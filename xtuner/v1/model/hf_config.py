@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from .config import DenseModelConfig, MHAConfig, RopeConfig
+from .hf_deepseek_v3 import read_deepseek_v3, write_deepseek_v3
+from .hf_gpt_oss import read_gpt_oss, write_gpt_oss
 from .hf_moe import read_qwen3_moe, write_qwen3_moe
 from .moe_config import MoEModelConfig
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {
     "default": (),
@@ -27,6 +29,8 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 # What transformers assumes where a config.json says nothing.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -35,7 +39,15 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen3_moe": {"max_position_embeddings": 32768, "sliding_window": 4096},
-}
+    "deepseek_v3": {"max_position_embeddings": 4096},
+    "gpt_oss": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
+}  # fmt: skip
+# Who can turn quantised weights into plain ones, by the method that a config.json names.
+_DEQUANTISERS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -69,11 +81,24 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig | MoEMode
         raise ValueError(f"Unsupported model type {family!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}.")
     if missing := [key for key in _REQUIRED if raw.get(key) is None]:
         raise ValueError(f"missing {', '.join(missing)}.")
-    if raw.get("quantization_config"):
-        raise ValueError("quantization_config: quantised weights cannot be trained; use the original model.")
+    if quantization := raw.get("quantization_config"):
+        raise ValueError(_refuse_quantised(quantization.get("quant_method")))
     if (act := raw.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"hidden_act={act!r} is not supported, only 'silu'.")
     values = {**_FAMILY_DEFAULTS[family], **{k: v for k, v in raw.items() if v is not None}}
+    common = dict(
+        model_type=family,
+        rope=_rope(values),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        **{key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=values["max_position_embeddings"],
+        **{key: values[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+    )
+    if family == "deepseek_v3":
+        return MoEModelConfig(**common, **read_deepseek_v3(raw, values))
+    if family == "gpt_oss":
+        return MoEModelConfig(**common, **read_gpt_oss(raw, values))
     heads = values["num_attention_heads"]
     window, layer_types = _windows(family, raw, values)
     bias = bool(values.get("attention_bias", False))
@@ -86,21 +111,22 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig | MoEMode
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=window,
     )
-    common = dict(
-        model_type=family,
-        attention=attention,
-        layer_types=layer_types,
-        rope=_rope(values),
-        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-        **{key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=values["max_position_embeddings"],
-        **{key: values[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
-    )
+    common |= dict(attention=attention, layer_types=layer_types)
     if family == "qwen3_moe":
         return MoEModelConfig(**common, **read_qwen3_moe(values))
     mlp_bias = bool(values.get("mlp_bias", False)) and family == "llama"
     return DenseModelConfig(**common, intermediate_size=values["intermediate_size"], mlp_bias=mlp_bias)
+
+
+def _refuse_quantised(method: str | None) -> str:
+    why = f"quantization_config: {method or 'quantised'} weights cannot be trained; use the original model."
+    if method in _DEQUANTISERS:
+        why += (
+            " If there is none, write a bf16 copy: transformers.AutoModelForCausalLM.from_pretrained(folder, "
+            f"dtype='bfloat16', quantization_config=transformers.{_DEQUANTISERS[method]}(dequantize=True))"
+            ".save_pretrained(copy), and put the tokenizer's files beside it."
+        )
+    return why
 
 
 def _windows(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[int | None, list[Any] | None]:
@@ -147,16 +173,13 @@ def _rope(values: Mapping[str, Any]) -> RopeConfig:
 
 def to_hf_config(config: DenseModelConfig | MoEModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A config.json for `config`, readable by transformers, vLLM, SGLang and LMDeploy."""
-    a = config.attention
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": a.num_attention_heads,
-        "num_key_value_heads": a.num_key_value_heads,
-        "head_dim": a.head_dim,
+        "num_attention_heads": config.attention.num_attention_heads,
         "hidden_act": config.hidden_act,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
@@ -169,6 +192,15 @@ def to_hf_config(config: DenseModelConfig | MoEModelConfig, dtype: torch.dtype) 
         "attention_dropout": 0.0,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if config.model_type == "deepseek_v3":
+        return values | write_deepseek_v3(config)
+    if config.model_type == "gpt_oss":
+        # Where it says nothing, readers take the family's own stretch.
+        rope = {"rope_scaling": values["rope_scaling"] or {"rope_type": "default"}}
+        return values | rope | write_gpt_oss(config)
+    a = config.attention
+    assert isinstance(a, MHAConfig)
+    values |= {"num_key_value_heads": a.num_key_value_heads, "head_dim": a.head_dim}
     if isinstance(config, MoEModelConfig):
         values |= write_qwen3_moe(config)
     else:

@@ -1,5 +1,7 @@
 """Mixture of experts: the router, the experts, and the block that takes an MLP's place."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from xtuner.v1.ops.clamped_swiglu import clamped_swiglu
 from xtuner.v1.ops.expert_exchange import compute_on_owners
 from xtuner.v1.ops.expert_order import ExpertOrder, combine_tokens, spread_tokens
 from xtuner.v1.ops.grouped_mm import grouped_mm
@@ -15,9 +18,6 @@ from xtuner.v1.ops.swiglu import swiglu
 
 from .dense import GatedMLP
 from .moe_config import MoEModelConfig, RouterConfig
-
-# What stands between an expert's two projections: [M, 2 * I] -> [M, I].
-_EXPERT_ACTIVATIONS = {"swiglu": swiglu}
 
 
 class RouterStats(NamedTuple):
@@ -86,18 +86,26 @@ class StackedLinear(nn.Module):
     """A projection for each expert.
 
     The matrices lie one below the other, weight [E * out, in], so that one matrix of one expert is a range of rows
-    as in every other parameter; they are used as [E, out, in].
+    as in every other parameter; they are used as [E, out, in]. `transposed` ones are [E * in, out].
     """
 
-    def __init__(self, experts: int, fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, experts: int, fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype, transposed: bool = False
+    ) -> None:
         super().__init__()
-        self.fan_in, self.fan_out = fan_in, fan_out
-        self.weight = nn.Parameter(torch.empty(experts * fan_out, fan_in, dtype=dtype))
+        self.fan_in, self.fan_out, self.transposed = fan_in, fan_out, transposed
+        rows, columns = (fan_in, fan_out) if transposed else (fan_out, fan_in)
+        self.weight = nn.Parameter(torch.empty(experts * rows, columns, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(experts * fan_out, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [M, in] sorted by expert, ends int32 [E] (see `grouped_mm`) -> [M, out]; E are the experts held here."""
-        out = grouped_mm(x, _held(self.weight).view(-1, self.fan_out, self.fan_in), ends)
+        weight = _held(self.weight)
+        if self.transposed:
+            weight = weight.view(-1, self.fan_in, self.fan_out).transpose(1, 2)
+        else:
+            weight = weight.view(-1, self.fan_out, self.fan_in)
+        out = grouped_mm(x, weight, ends)
         if self.bias is None:
             return out
         sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -119,9 +127,10 @@ class Experts(nn.Module):
         self.num_experts = experts
         self.group: dist.ProcessGroup | None = None
         """The ranks over which the experts are cut, in order; None: all are here."""
-        self.activation = _EXPERT_ACTIVATIONS[config.expert_act]
-        self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, config.expert_bias, dtype)
-        self.down_proj = StackedLinear(experts, inner, hidden, config.expert_bias, dtype)
+        self.activation = _activation(config)
+        bias, stacked = config.expert_bias, config.experts_are_stacked
+        self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, bias, dtype, stacked)
+        self.down_proj = StackedLinear(experts, inner, hidden, bias, dtype, stacked)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, K] and their weights float32 [T, K] -> [T, H]."""
@@ -136,6 +145,13 @@ class Experts(nn.Module):
     def compute(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [M, H] sorted by expert -> [M, H]."""
         return self.down_proj(self.activation(self.gate_up_proj(x, ends)), ends)
+
+
+def _activation(config: MoEModelConfig) -> Callable[[Tensor], Tensor]:
+    """What stands between an expert's two projections: [M, 2 * I] -> [M, I]."""
+    if config.expert_act == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return swiglu
 
 
 class MoEBlock(nn.Module):

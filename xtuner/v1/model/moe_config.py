@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from xtuner.v1.config import TorchDtype, XTunerConfig
+from xtuner.v1.config import FSDPConfig, TorchDtype, XTunerConfig
 
-from .config import TransformerConfig
+from .config import MHAConfig, MLAConfig, TransformerConfig
 
 if TYPE_CHECKING:
     from .moe_model import MoEModel
@@ -65,7 +65,7 @@ class RouterConfig(XTunerConfig):
 class MoEModelConfig(TransformerConfig):
     """A decoder whose layers have experts in the place of the MLP."""
 
-    model_type: Literal["qwen3_moe"] = "qwen3_moe"
+    model_type: Literal["qwen3_moe", "deepseek_v3", "gpt_oss"] = "qwen3_moe"
     """Family name as in Hugging Face's config.json."""
     n_routed_experts: int = Field(ge=2)
     """Experts of a layer."""
@@ -80,12 +80,19 @@ class MoEModelConfig(TransformerConfig):
     intermediate_size: int = Field(1, ge=1)
     """Width of the MLP of `dense_layers`."""
     mlp_bias: ClassVar[bool] = False
+    num_nextn_predict_layers: int = Field(0, ge=0)
+    """Layers behind the last one that a checkpoint holds for multi-token prediction. They are neither loaded, nor
+    trained, nor exported."""
     router: RouterConfig = RouterConfig()
     """How experts are chosen and weighted."""
     expert_bias: bool = False
     """Biases on the experts' projections."""
-    expert_act: Literal["swiglu"] = "swiglu"
+    expert_act: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """What stands between an expert's two projections."""
+    swiglu_alpha: float = Field(1.702, gt=0)
+    """`clamped_swiglu`: slope inside the gate's sigmoid."""
+    swiglu_limit: float = Field(7.0, gt=0)
+    """`clamped_swiglu`: largest gate, and largest absolute value of what it gates."""
     router_dtype: TorchDtype = torch.float32
     """Type of the router's matmul. Scores and weights are float32 always."""
     freeze_routers: bool = False
@@ -111,19 +118,40 @@ class MoEModelConfig(TransformerConfig):
     @model_validator(mode="after")
     def _family_has_these_parts(self) -> "MoEModelConfig":
         # A model outside its family would export files that every other program reads wrongly.
-        a, r = self.attention, self.router
-        wrong = {
-            "qwen3_moe": a.qkv_bias != a.o_bias or not a.qk_norm or self.expert_bias or self.n_shared_experts
-            or r != RouterConfig(norm_topk_prob=r.norm_topk_prob),
+        a, r, dense = self.attention, self.router, self.dense_layers
+        experts = (self.expert_act, self.expert_bias, self.n_shared_experts > 0)
+        right = {
+            "qwen3_moe": isinstance(a, MHAConfig) and a.qkv_bias == a.o_bias and (a.qk_norm, a.sinks) == (True, False)
+            and experts == ("swiglu", False, False) and r == RouterConfig(norm_topk_prob=r.norm_topk_prob)
+            and self.layer_types is None,
+            "deepseek_v3": isinstance(a, MLAConfig) and experts == ("swiglu", False, True)
+            and (r.scoring_func, r.correction_bias, r.bias) == ("sigmoid", True, False)
+            and dense == tuple(range(len(dense))),
+            "gpt_oss": isinstance(a, MHAConfig) and a.qkv_bias == a.o_bias and (a.qk_norm, a.sinks) == (False, True)
+            and experts == ("clamped_swiglu", True, False) and r == RouterConfig(bias=True) and not dense,
         }[self.model_type]  # fmt: skip
-        if wrong:
+        if not right:
             raise ValueError(
-                f"model_type={self.model_type!r} has other parts than attention.qkv_bias={a.qkv_bias}, "
-                f"attention.o_bias={a.o_bias}, attention.qk_norm={a.qk_norm}, expert_bias={self.expert_bias}, "
-                f"n_shared_experts={self.n_shared_experts}, router={r!r}. qwen3_moe: qk_norm, both attention biases "
-                "or none, no shared experts, a softmax router without groups and biases."
+                f"model_type={self.model_type!r} has other parts than attention={a!r}, expert_act={self.expert_act!r}, "
+                f"expert_bias={self.expert_bias}, n_shared_experts={self.n_shared_experts}, dense_layers={dense}, "
+                f"router={r!r}. qwen3_moe: qk_norm, both attention biases or none, no layer_types, no shared experts, "
+                "a softmax router without groups and biases. deepseek_v3: latent attention, shared experts, a sigmoid "
+                "router with a correction bias, dense layers only at the front. gpt_oss: sinks, both attention biases "
+                "or none, clamped_swiglu experts with biases and none of them shared, a softmax router with a bias, "
+                "no dense layers."
             )
         return self
+
+    @property
+    def experts_are_stacked(self) -> bool:
+        """Whether the family's checkpoints hold a projection of all experts as one tensor [E, in, out]."""
+        return self.model_type == "gpt_oss"
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the routers add to the loss."""
+        balancing, z = self.balancing_loss_cfg, self.z_loss_cfg
+        return bool((balancing and balancing.balancing_loss_alpha) or (z and z.z_loss_alpha))
 
     @property
     def mlp_width(self) -> int:
@@ -137,3 +165,23 @@ class MoEModelConfig(TransformerConfig):
 
         with torch.device(device):
             return MoEModel(self.model_copy(deep=True), dtype)
+
+
+def check_experts(model_cfg: TransformerConfig, cfg: FSDPConfig, field: str = "fsdp_cfg") -> None:
+    """Refuse sizes that do not suit the model's experts, or a model without any.
+
+    Raises:
+        ValueError: with the field, called `field`, and the numbers.
+    """
+    ep, tp = cfg.ep_size, cfg.tp_size
+    if not isinstance(model_cfg, MoEModelConfig):
+        if ep > 1:
+            raise ValueError(f"{field}.ep_size={ep}: model_type={model_cfg.model_type!r} has no experts; set 1.")
+        return
+    experts = model_cfg.n_routed_experts
+    if tp > 1:
+        raise ValueError(
+            f"{field}.tp_size={tp}: layers with experts are not cut by columns; set 1 and use ep_size instead."
+        )
+    if experts % ep:
+        raise ValueError(f"{field}.ep_size={ep} does not divide the model's {experts} experts; use a divisor of them.")

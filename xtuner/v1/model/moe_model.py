@@ -8,7 +8,7 @@ from torch import Tensor
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.rotary import RotaryTable
 
-from .dense import DecoderLayer, DenseModel
+from .dense import DecoderLayer, DenseModel, HFPart
 from .moe import MoEBlock, RouterStats
 from .moe_config import MoEModelConfig
 
@@ -36,6 +36,11 @@ class MoEModel(DenseModel):
     config: MoEModelConfig
     router_stats: list[RouterStats]
     """Of the layers with experts, from the last forward that was given row weights."""
+
+    def __init__(self, config: MoEModelConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(config, dtype)
+        names = (name for name, _ in self.named_parameters())
+        self.float32_names = frozenset(name for name in names if name.endswith("e_score_correction_bias"))
 
     def make_layer(self, config: MoEModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
         kind = DecoderLayer if layer in config.dense_layers else MoEDecoderLayer
@@ -80,12 +85,17 @@ class MoEModel(DenseModel):
                 layer.mlp.experts.forward = torch.compiler.disable(layer.mlp.experts.forward)
         super().compile_layers(backend)
 
-    def hf_parts(self, name: str, rows: int) -> Iterator[tuple[str, int, int]]:
+    def hf_parts(self, name: str, rows: int) -> Iterator[HFPart]:
+        experts = self.config.n_routed_experts
+        if self.config.experts_are_stacked:
+            name = name.replace(".mlp.gate.", ".mlp.router.")
         if ".mlp.experts." not in name:
             yield from super().hf_parts(name, rows)
-            return
-        size = rows // self.config.n_routed_experts
-        for expert in range(self.config.n_routed_experts):
-            first = expert * size
-            for part, start, end in super().hf_parts(name.replace(".experts.", f".experts.{expert}."), size):
-                yield part, first + start, first + end
+        elif self.config.experts_are_stacked:
+            yield HFPart(name.removesuffix(".weight").replace(".bias", "_bias"), 0, rows, experts)
+        else:
+            size = rows // experts
+            for expert in range(experts):
+                first = expert * size
+                for part in super().hf_parts(name.replace(".experts.", f".experts.{expert}."), size):
+                    yield HFPart(part.name, first + part.start, first + part.end)
