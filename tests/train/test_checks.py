@@ -89,8 +89,13 @@ def test_options_that_would_do_nothing_are_refused(make, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"sp_size": 2}, "sp_size=2: this version trains data-parallel only"),
-        ({"fsdp_cfg": FSDPConfig(tp_size=2)}, "fsdp_cfg.tp_size=2"),
+        ({"sp_size": 3}, "sp_size=3 does not divide the model's num_attention_heads=4"),
+        ({"fsdp_cfg": FSDPConfig(tp_size=4)}, "tp_size=4 does not divide the model's num_key_value_heads=2"),
+        (
+            {"fsdp_cfg": FSDPConfig(tp_size=2), "sp_size": 4},
+            "sp_size=4 does not divide the model's num_attention_heads=4 / tp_size=2",
+        ),
+        ({"ref_model_fsdp_cfg": FSDPConfig(tp_size=2)}, "ref_model_fsdp_cfg.tp_size=2, but fsdp_cfg.tp_size=1"),
         ({"ref_model_fsdp_cfg": FSDPConfig(ep_size=2)}, "ref_model_fsdp_cfg.ep_size=2"),
         ({"fsdp_cfg": FSDPConfig(requires_grad=False)}, "requires_grad=False: the policy would not learn"),
         ({"offload_rollout_routed_experts": True}, "routed-experts options need a mixture-of-experts model"),
@@ -136,7 +141,15 @@ def sampling(**fields):
         ({"launcher": "local", "num_workers": 2}, "launcher='local' runs one worker, but resources.num_workers=2"),
         (
             {"num_workers": 3, "worker": {"fsdp_cfg": FSDPConfig(hsdp_sharding_size=2)}},
-            "hsdp_sharding_size=2 does not divide resources.num_workers=3",
+            "train_worker_cfg.fsdp_cfg.hsdp_sharding_size=2 does not divide num_workers=3; use a divisor of 3 or None",
+        ),
+        (
+            {"num_workers": 4, "worker": {"fsdp_cfg": FSDPConfig(hsdp_sharding_size=2), "sp_size": 4}},
+            "hsdp_sharding_size=2 is no multiple of sp_size=4",
+        ),
+        (
+            {"num_workers": 6, "worker": {"fsdp_cfg": FSDPConfig(tp_size=2), "sp_size": 2}},
+            "tp_size=2 x sp_size=2 does not divide num_workers=6; use a multiple of 4 workers",
         ),
         ({"load_from": "/no/such"}, "load_from='/no/such': no config.json there; give a Hugging Face model folder"),
         ({"rollout": {"model_path": "/no/such"}}, "rollout_config.model_path='/no/such': no config.json there"),

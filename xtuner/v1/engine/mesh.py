@@ -25,36 +25,35 @@ class MeshSizes:
     """Ranks that share out the experts of a layer; these are taken from shard x sp."""
 
     @classmethod
-    def of(cls, cfg: FSDPConfig, sp_size: int, world_size: int) -> "MeshSizes":
+    def of(cls, cfg: FSDPConfig, sp_size: int, world_size: int, where: str = "fsdp_cfg") -> "MeshSizes":
         """The sizes on `world_size` ranks.
 
         Raises:
-            ValueError: they do not fit, with the numbers.
+            ValueError: they do not fit, with the numbers; `where` names `cfg`.
         """
-        tp, ep = cfg.tp_size, cfg.ep_size
-        if world_size % (sp_size * tp):
+        tp, ep, of_pack = cfg.tp_size, cfg.ep_size, sp_size * cfg.tp_size
+        if world_size % of_pack:
             raise ValueError(
-                f"{world_size} workers cannot be cut into packs of sp_size={sp_size} x fsdp_cfg.tp_size={tp} ranks; "
-                f"make the workers a multiple of {sp_size * tp}."
+                f"{where}.tp_size={tp} x sp_size={sp_size} does not divide num_workers={world_size}; use a multiple of "
+                f"{of_pack} workers."
             )
         ranks = world_size // tp
         sharded = cfg.hsdp_sharding_size or ranks
         if ranks % sharded:
-            of_tp = f" / fsdp_cfg.tp_size={tp}" if tp > 1 else ""
+            of_tp = f" / tp_size={tp}" if tp > 1 else ""
             raise ValueError(
-                f"fsdp_cfg.hsdp_sharding_size={sharded} does not divide the {world_size} workers{of_tp}; "
-                f"use a divisor of {ranks} or None."
+                f"{where}.hsdp_sharding_size={sharded} does not divide num_workers={world_size}{of_tp}; use a divisor "
+                f"of {ranks} or None."
             )
         if sharded % sp_size:
             raise ValueError(
-                f"fsdp_cfg.hsdp_sharding_size={sharded} is no multiple of sp_size={sp_size}: the ranks of a pack must "
+                f"{where}.hsdp_sharding_size={sharded} is no multiple of sp_size={sp_size}: the ranks of a pack must "
                 "lie within one copy of the model."
             )
-        if ep > 1 and (tp > 1 or ranks % ep):
-            raise ValueError(
-                f"fsdp_cfg.ep_size={ep} on {world_size} workers with tp_size={tp}: use a divisor of the workers, and "
-                "tp_size=1."
-            )
+        if ep > 1 and tp > 1:
+            raise ValueError(f"{where}: ep_size={ep} needs tp_size=1, not {tp}.")
+        if ranks % ep:
+            raise ValueError(f"{where}.ep_size={ep} does not divide num_workers={world_size}; use a divisor of it.")
         return cls(replicate=ranks // sharded, shard=sharded // sp_size, sp=sp_size, tp=tp, ep=ep)
 
     @property

@@ -17,6 +17,7 @@ from xtuner.v1.model.lora import adapters_off, add_adapters, init_adapters
 from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.model.peft import ADAPTER_FOLDER, peft_tensors, save_peft_adapter
+from xtuner.v1.model.splits import split_problems
 from xtuner.v1.utils.device import synchronize
 
 from .gradients import complete_gradients, gradient_norm
@@ -69,6 +70,8 @@ class TrainEngine:
         self.compute_dtype = compute_dtype(fsdp_cfg, device)
         self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
         check_experts(model_cfg, fsdp_cfg)
+        if problems := split_problems(model_cfg, fsdp_cfg.tp_size, sp_size):
+            raise ValueError(" ".join(problems))
         self.mesh = mesh or build_mesh(fsdp_cfg, sp_size, device)
         self.model = model_cfg.build(device="meta").to(torch.float32)
         if optim_cfg is None or lora_cfg is not None:

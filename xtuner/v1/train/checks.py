@@ -163,15 +163,19 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "")
 
 def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
     problems = []
-    workers, shard = cfg.resources.num_workers, cfg.train_worker_cfg.fsdp_cfg.hsdp_sharding_size
+    from xtuner.v1.engine.mesh import MeshSizes
+
+    workers, worker = cfg.resources.num_workers, cfg.train_worker_cfg
     if cfg.launcher == "local" and workers != 1:
         problems.append(
             f"launcher='local' runs one worker, but resources.num_workers={workers}; use launcher='ray' or one worker."
         )
-    if shard is not None and workers % shard:
-        problems.append(
-            f"train_worker_cfg.fsdp_cfg.hsdp_sharding_size={shard} does not divide resources.num_workers={workers}."
-        )
+    for field, fsdp_cfg in (("fsdp_cfg", worker.fsdp_cfg), ("ref_model_fsdp_cfg", worker.ref_model_fsdp_cfg)):
+        try:
+            if fsdp_cfg is not None:
+                MeshSizes.of(fsdp_cfg, worker.sp_size, workers, f"train_worker_cfg.{field}")
+        except ValueError as error:
+            problems.append(str(error))
     if cfg.launcher != "local" or workers == 1:
         problem = launch_problem(cfg.launcher, cfg.resources)
         problems += [problem] if problem else []

@@ -141,7 +141,7 @@ class RLColocateTrainer:
             logger.warning(f"train step {step}: {count} samples, so {count} of {worker.optimizer_steps} updates.")
         packs = pack_samples(
             report.samples,
-            ranks=self.world_size,
+            ranks=self.world_size // worker.ranks_per_pack,
             optimizer_steps=min(worker.optimizer_steps, count),
             pack_max_length=worker.pack_max_length,
             hidden_size=worker.model_cfg.hidden_size,
@@ -150,7 +150,7 @@ class RLColocateTrainer:
             pad_multiple=1 if cfg.resources.device == "cpu" else 64,
             seed=None if cfg.deterministic else cfg.seed + step,
         )
-        calls = [h.call("fit", packs[rank], step) for rank, h in enumerate(self.workers)]
+        calls = [h.call("fit", packs[rank // worker.ranks_per_pack], step) for rank, h in enumerate(self.workers)]
         return list(await asyncio.gather(*calls))
 
     async def _to_rollout(self, version: int | None) -> None:

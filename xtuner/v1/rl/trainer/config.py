@@ -7,6 +7,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig, XTunerConfig
 from xtuner.v1.model import MoEModelConfig, TransformerConfig
 from xtuner.v1.model.moe_config import check_experts
+from xtuner.v1.model.splits import split_problems
 from xtuner.v1.rl.loss import BaseRLLossConfig
 
 
@@ -30,7 +31,8 @@ class WorkerConfig(XTunerConfig):
     optimizer_steps: int = Field(1, ge=1)
     """Updates a train step. With 1 the ratio to the old policy is 1 and no second forward is made."""
     sp_size: int = Field(1, ge=1)
-    """Sequence-parallel size."""
+    """Ranks that share the rows of a pack (sequence parallelism by exchange of heads): a pack of `pack_max_length`
+    needs this many times less memory on each. Divides the query heads; divides or is a multiple of the key heads."""
     pack_max_length: int = Field(ge=1)
     """Most tokens a pack; packs are padded to a small multiple only. Memory of a forward grows with it."""
     ref_load_from: str | Path | None = None
@@ -75,14 +77,17 @@ class WorkerConfig(XTunerConfig):
 
     @model_validator(mode="after")
     def _supported(self) -> "WorkerConfig":
-        sizes = {"sp_size": self.sp_size}
-        for field, cfg in (("fsdp_cfg", self.fsdp_cfg), ("ref_model_fsdp_cfg", self.ref_model_fsdp_cfg)):
+        tp_size, reference = self.fsdp_cfg.tp_size, self.ref_model_fsdp_cfg
+        for field, cfg in (("fsdp_cfg", self.fsdp_cfg), ("ref_model_fsdp_cfg", reference)):
             if cfg is not None:
                 check_experts(self.model_cfg, cfg, f"train_worker_cfg.{field}")
-                sizes |= {f"{field}.tp_size": cfg.tp_size}
-        for name, value in sizes.items():
-            if value != 1:
-                raise ValueError(f"train_worker_cfg.{name}={value}: this version trains data-parallel only; set 1.")
+        if problems := split_problems(self.model_cfg, tp_size, self.sp_size):
+            raise ValueError(f"train_worker_cfg: {' '.join(problems)}")
+        if reference is not None and reference.tp_size != tp_size:
+            raise ValueError(
+                f"train_worker_cfg.ref_model_fsdp_cfg.tp_size={reference.tp_size}, but fsdp_cfg.tp_size={tp_size}: "
+                "both models see the same rows on the same ranks; set them alike."
+            )
         if not self.fsdp_cfg.requires_grad:
             raise ValueError(
                 "train_worker_cfg.fsdp_cfg.requires_grad=False: the policy would not learn; it is for "
@@ -132,6 +137,11 @@ class WorkerConfig(XTunerConfig):
         model = self.model_cfg
         routers = isinstance(model, MoEModelConfig) and model.has_router_loss
         return self.loss_cfg.zero_without_advantage and not routers
+
+    @property
+    def ranks_per_pack(self) -> int:
+        """Neighbouring ranks that work on one pack together."""
+        return self.sp_size * self.fsdp_cfg.tp_size
 
     def bucket_bytes(self) -> int:
         """Size of a weight bucket in bytes."""

@@ -46,7 +46,8 @@ class FitResult:
     metrics: dict[str, float]
     """Metrics of the train step, reduced over ranks."""
     train_logprobs: dict[int, list[float]]
-    """By rollout id: log-probs of this rank's trained tokens before the update."""
+    """By rollout id: log-probs of this rank's trained tokens before the update. Of the ranks of a pack the first one
+    gives them."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -96,6 +97,7 @@ class TrainingWorker:
             seed=self.seed,
             total_optimizer_steps=self.total_optimizer_steps,
             chunk_size=cfg.loss_cfg.logprob_chunk_size,
+            sp_size=cfg.sp_size,
         )
         self.engine.load_hf(cfg.load_from)
         self.reference = self._build_reference() if cfg.loss_cfg.use_kl_loss else None
@@ -126,7 +128,14 @@ class TrainingWorker:
             return None
         frozen = {"recompute_ratio": 0.0, "requires_grad": False, "cpu_offload": False}
         fsdp_cfg = cfg.ref_model_fsdp_cfg or FSDPConfig(**(cfg.fsdp_cfg.model_dump() | frozen))
-        reference = TrainEngine(cfg.model_cfg, fsdp_cfg, device=self.device, chunk_size=cfg.loss_cfg.logprob_chunk_size)
+        reference = TrainEngine(
+            cfg.model_cfg,
+            fsdp_cfg,
+            device=self.device,
+            chunk_size=cfg.loss_cfg.logprob_chunk_size,
+            sp_size=cfg.sp_size,
+            mesh=self.engine.mesh if cfg.ref_model_fsdp_cfg is None else None,
+        )
         reference.load_hf(cfg.ref_load_from or cfg.load_from)
         reference.offload()
         return reference
@@ -138,7 +147,7 @@ class TrainingWorker:
 
         Old log-probs are those of the weights before the first update. With one slice (and no rollout
         correction) they are the ones of the training forward itself; else one forward without gradients gives
-        them. All ranks hold equally many packs a slice.
+        them. All ranks hold equally many packs a slice, and the `ranks_per_pack` neighbours of a pack the same ones.
         """
         with self._profiled(train_step):
             return self._fit([[pack.to(self.device) for pack in packs] for packs in slices])
@@ -157,8 +166,9 @@ class TrainingWorker:
             metrics = self._update(part, old, references, seen, result)
             result.optimizer_steps.append(metrics)
         result.metrics |= self._mismatch(packs, seen)
-        for pack in packs:
-            _by_rollout(pack, seen[id(pack)], result.train_logprobs)
+        if self.engine.mesh.pack_rank == 0:
+            for pack in packs:
+                _by_rollout(pack, seen[id(pack)], result.train_logprobs)
         synchronize(self.device)
         result.metrics["training_s"] = time.perf_counter() - start
         result.metrics["skipped_updates"] = float(self.total_skips)
@@ -177,11 +187,11 @@ class TrainingWorker:
         corrections = [self._rollout_correction(pack, old) for pack in packs]
         weighting = [_loss_weights(loss_cfg, pack, keep) for pack, (_, keep, _) in zip(packs, corrections, strict=True)]
         divisor = torch.stack([part for _, part in weighting]).sum()
-        dist.all_reduce(divisor)
+        dist.all_reduce(divisor, group=self.engine.mesh.data_group)
         divisor = divisor.clamp_min(torch.finfo(torch.float32).tiny)
         routers = self.engine.router_loss(packs)
         rows: list[Metrics] = []
-        tokens = 0
+        tokens = 0.0
         for pack, (is_weights, _, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
             with torch.set_grad_enabled(pack.needs_gradient):
                 logprobs, _ = self.engine.forward(pack)
@@ -195,7 +205,7 @@ class TrainingWorker:
                 self.engine.backward(loss + router_loss)
             totals = {"loss": sum_of(loss), "trained_tokens": sum_of(torch.ones_like(pack.labels))}
             rows.append(metrics | is_metrics | totals)
-            tokens += pack.input_ids.numel() - pack.num_padding
+            tokens += (pack.input_ids.numel() - pack.num_padding) / self.config.ranks_per_pack
         step = self.engine.step()
         if step.skipped:
             self.consecutive_skips += 1
@@ -214,7 +224,7 @@ class TrainingWorker:
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "skipped": float(step.skipped is not None),
-            "step_consumed_tokens": float(tokens),
+            "step_consumed_tokens": tokens,
             **memory_gib(self.device),
         }
 
@@ -235,7 +245,8 @@ class TrainingWorker:
         """Metrics of all packs of all ranks."""
 
         def all_reduce(values: Tensor, kind: str) -> Tensor:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX)
+            op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(values, op=op, group=self.engine.mesh.data_group)
             return values
 
         return finalize_metrics(reduce_metrics(merge_metrics(rows), all_reduce))

@@ -1,0 +1,29 @@
+"""Into how many parts a model can be cut."""
+
+from .config import DenseModelConfig, TransformerConfig
+
+
+def split_problems(model: TransformerConfig, tp_size: int, sp_size: int) -> list[str]:
+    """Why the matrices cannot be cut over `tp_size` ranks, or the heads over `sp_size`; empty if they can."""
+    if tp_size > 1 and not isinstance(model, DenseModelConfig):
+        return [f"tp_size={tp_size}: only dense models are cut by tensor parallelism, not {model.model_type}; set 1."]
+    problems = []
+    heads, kv_heads = model.attention.num_attention_heads, model.attention.cache_shape[0]
+    if tp_size > 1:
+        assert isinstance(model, DenseModelConfig)
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        for name, size in (sizes | {"intermediate_size": model.intermediate_size}).items():
+            if size % tp_size:
+                problems.append(f"tp_size={tp_size} does not divide the model's {name}={size}.")
+    if problems:
+        return problems
+    heads, kv_heads = heads // tp_size, kv_heads // tp_size
+    of_tp = f" / tp_size={tp_size}" if tp_size > 1 else ""
+    if heads % sp_size:
+        problems.append(f"sp_size={sp_size} does not divide the model's num_attention_heads={heads * tp_size}{of_tp}.")
+    elif kv_heads % sp_size and sp_size % kv_heads:
+        problems.append(
+            f"sp_size={sp_size} is neither a divisor nor a multiple of the model's num_key_value_heads="
+            f"{kv_heads * tp_size}{of_tp}."
+        )
+    return problems
