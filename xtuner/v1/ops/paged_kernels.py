@@ -1,0 +1,184 @@
+"""Triton kernels over a paged cache: storing new rows, and attention of one new row a sequence.
+
+A page holds `PAGE` consecutive tokens of one sequence, or of several that began alike: contiguous [Hkv, PAGE, D] of
+keys and of values (Kwon et al. 2023, arXiv 2309.06180). Pages of a layer may lie any distance apart. A table int32
+[B, P] names the pages of each sequence in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOW = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two of them is no NaN
+
+
+def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+    """Put rows into pages: k [T, Hkv, D], v [T, Hkv, Dv], keys and values [N, Hkv, PAGE, D or Dv].
+
+    places int64 [T]: page * PAGE + offset of each row; negative: the row is dropped.
+    """
+    rows, heads, dim = k.shape
+    if rows:
+        _store[(rows, heads)](
+            k, v, keys, values, places, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0),
+            values.stride(0),
+            PAGE=keys.shape[2], D=dim, DV=v.shape[2],
+            BLOCK=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(v.shape[2]), num_warps=1,
+        )  # fmt: skip
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    splits: int = 1,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last token of each sequence to all tokens of it that are in the pages, itself included.
+
+    q [B, Hq, D]; keys and values [N, Hkv, PAGE, D or Dv]; tables int32 [B, P]; lengths int32 [B], 0: a row that
+    nobody needs, whose result is 0. Returns [B, Hq, Dv]. `splits`: parts of the keys that go to programs of their
+    own, for batches that do not fill the device. `window`: keys seen, the own one included. `sinks` [Hq]: a score
+    that takes weight and gives no value.
+    """
+    batch, num_q, dim = q.shape
+    num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
+    out = q.new_empty(batch, num_q, dim_v)
+    group = num_q // num_kv
+    tile = max(16, triton.next_power_of_2(group))
+    parts = out if splits == 1 else q.new_empty(splits, batch, num_q, dim_v, dtype=torch.float32)
+    lse = q.new_empty(splits, batch, num_q, dtype=torch.float32)
+    _attend[(batch, num_kv, splits)](
+        q.contiguous(), keys, values, tables, lengths, parts, lse, sinks, scale, tables.stride(0),
+        keys.stride(0), values.stride(0),
+        NUM_Q=num_q, GROUP=group, TILE=tile, PAGE=page, D=dim, DV=dim_v,
+        BLOCK=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(dim_v),
+        SPLITS=splits, WINDOW=window or 0, SINKS=sinks is not None and splits == 1, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(batch, num_q)](
+            parts, lse, sinks, out, NUM_Q=num_q, DV=dim_v, BLOCK_V=triton.next_power_of_2(dim_v),
+            SPLITS=splits, TILE=triton.next_power_of_2(splits), SINKS=sinks is not None, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _store(
+    k, v, keys, values, places, k_row, k_head, v_row, v_head, key_page, value_page,
+    PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(places + row)
+    if place >= 0:
+        page, inside = place // PAGE, head * PAGE + place % PAGE
+        column = tl.arange(0, BLOCK)
+        value = tl.load(k + row * k_row + head * k_head + column, mask=column < D, other=0.0)
+        tl.store(keys + page * key_page + inside * D + column, value, mask=column < D)
+        column = tl.arange(0, BLOCK_V)
+        value = tl.load(v + row * v_row + head * v_head + column, mask=column < DV, other=0.0)
+        tl.store(values + page * value_page + inside * DV + column, value, mask=column < DV)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, tables, lengths, out, lse, sinks, scale, table_stride, key_page, value_page,
+    NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One sequence, one head of keys with its group of query heads, one part of the pages; online softmax."""
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    pages = tl.cdiv(length, PAGE)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // PAGE
+    share = tl.cdiv(pages - first, SPLITS)
+    begin = first + part * share
+    end = tl.minimum(begin + share, pages)
+
+    member = tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    column_v = tl.arange(0, BLOCK_V)
+    offset = tl.arange(0, PAGE)
+    query_row = row * NUM_Q + head * GROUP + member
+    query = tl.load(
+        q + query_row[:, None] * D + column[None, :],
+        mask=(member[:, None] < GROUP) & (column[None, :] < D), other=0.0,
+    )  # fmt: skip
+    peak = tl.full((TILE,), _LOW, tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    result = tl.zeros((TILE, BLOCK_V), tl.float32)
+    for index in range(begin, end):
+        page = tl.load(tables + row * table_stride + index).to(tl.int64)
+        position = index * PAGE + offset
+        seen = position < length
+        if WINDOW > 0:
+            seen = seen & (position >= length - WINDOW)
+        key = tl.load(
+            keys + page * key_page + (head * PAGE + offset)[None, :] * D + column[:, None],
+            mask=seen[None, :] & (column[:, None] < D), other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, _LOW)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.exp(peak - new_peak)
+        weights = tl.where(seen[None, :], tl.exp(scores - new_peak[:, None]), 0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        value = tl.load(
+            values + page * value_page + (head * PAGE + offset)[:, None] * DV + column_v[None, :],
+            mask=seen[:, None] & (column_v[None, :] < DV), other=0.0,
+        )  # fmt: skip
+        result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        peak = new_peak
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32)
+        new_peak = tl.maximum(peak, sink)
+        shrink = tl.exp(peak - new_peak)
+        total = total * shrink + tl.exp(sink - new_peak)
+        result = result * shrink[:, None]
+        peak = new_peak
+    result = result / tl.maximum(total, 1e-30)[:, None]
+    out_row = (part * tl.num_programs(0) + row).to(tl.int64) * NUM_Q + head * GROUP + member
+    tl.store(
+        out + out_row[:, None] * DV + column_v[None, :], result.to(out.dtype.element_ty),
+        mask=(member[:, None] < GROUP) & (column_v[None, :] < DV),
+    )  # fmt: skip
+    if SPLITS > 1:
+        tl.store(lse + out_row, peak + tl.log(tl.maximum(total, 1e-30)), mask=member < GROUP)
+
+
+@triton.jit
+def _join(
+    parts, lse, sinks, out,
+    NUM_Q: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """The weighted mean of the parts' results, weights by their normalisers."""
+    row = tl.program_id(0).to(tl.int64) * NUM_Q + tl.program_id(1)
+    stride = tl.num_programs(0).to(tl.int64) * NUM_Q
+    part = tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK_V)
+    norm = tl.load(lse + part * stride + row, mask=part < SPLITS, other=_LOW)
+    peak = tl.max(norm, 0)
+    sink = peak
+    if SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    weight = tl.where(part < SPLITS, tl.exp(norm - peak), 0.0)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp(sink - peak)
+    value = tl.load(
+        parts + (part[:, None] * stride + row) * DV + column[None, :],
+        mask=(part[:, None] < SPLITS) & (column[None, :] < DV), other=0.0,
+    )  # fmt: skip
+    result = tl.sum(value * weight[:, None], 0) / total
+    tl.store(out + row * DV + column, result.to(out.dtype.element_ty), mask=column < DV)
