@@ -1,10 +1,12 @@
 """From samples to packs: balanced over ranks by cost, padded to a small multiple, blind to each other."""
 
 import heapq
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from xtuner.v1.data_proto import PackedBatch, SegmentLayout
@@ -31,21 +33,24 @@ def _unit(samples: list[TrainingSample], shared: bool, hidden_size: int) -> _Uni
 
 
 def _siblings(
-    samples: Sequence[TrainingSample], fits: Callable[[list[TrainingSample]], bool]
+    samples: Sequence[TrainingSample], max_samples: int, max_rows: float = math.inf
 ) -> list[list[TrainingSample]]:
-    """Samples with one prompt together, cut where `fits` says that a part is too large."""
+    """Samples with one prompt together, cut into parts of at most so many samples and, with the prompt, rows."""
     by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         by_prompt.setdefault(tuple(sample.input_ids[: sample.prompt_len]), []).append(sample)
     parts: list[list[TrainingSample]] = []
     for siblings in by_prompt.values():
-        current: list[TrainingSample] = []
+        part: list[TrainingSample] = []
+        rows = siblings[0].prompt_len
         for sample in siblings:
-            if current and not fits([*current, sample]):
-                parts.append(current)
-                current = []
-            current = [*current, sample]
-        parts.append(current)
+            own = len(sample.input_ids) - sample.prompt_len
+            if part and (len(part) == max_samples or rows + own > max_rows):
+                parts.append(part)
+                part, rows = [], sample.prompt_len
+            part.append(sample)
+            rows += own
+        parts.append(part)
     return parts
 
 
@@ -58,7 +63,7 @@ def split_updates(samples: Sequence[TrainingSample], optimizer_steps: int) -> li
         return [list(samples)]
     most = max(1, len(samples) // (2 * optimizer_steps))
     slices: list[list[TrainingSample]] = [[] for _ in range(optimizer_steps)]
-    for part in sorted(_siblings(samples, lambda part: len(part) <= most), key=lambda part: -len(part)):
+    for part in sorted(_siblings(samples, most), key=lambda part: -len(part)):
         min(slices, key=len).extend(part)
     return slices
 
@@ -69,11 +74,7 @@ def make_units(
     """Siblings with one prompt become one unit of at most `max_rows` rows and `max_samples` samples."""
     if not share_prompts:
         return [_unit([s], False, hidden_size) for s in samples]
-
-    def fits(part: list[TrainingSample]) -> bool:
-        return len(part) <= max_samples and _unit(part, True, hidden_size).rows <= max_rows
-
-    return [_unit(part, True, hidden_size) for part in _siblings(samples, fits)]
+    return [_unit(part, True, hidden_size) for part in _siblings(samples, max_samples, max_rows)]
 
 
 def balance(units: Sequence[_Unit], bins: int, max_rows: int) -> list[list[_Unit]] | None:
@@ -97,64 +98,77 @@ def balance(units: Sequence[_Unit], bins: int, max_rows: int) -> list[list[_Unit
 def make_pack(units: Sequence[_Unit], share_prompts: bool, pad_multiple: int) -> PackedBatch:
     """Lay units one behind the other. No units: a pack of padding without trained tokens."""
     ids: list[int] = []
-    positions: list[int] = []
-    lengths: list[int] = []
+    segments = _Spans()  # positions of the rows of each segment
     prefix: list[int] = []
-    rows: list[int] = []
+    sources = _Spans()  # rows that predict the labels of each sample
     labels: list[int] = []
     advantages: list[float] = []
     logprobs: list[float] = []
-    inv_temperature: list[float] = []
-    sample_index: list[int] = []
-    rollout_ids: list[int] = []
-    has_logprobs = all(s.rollout_logprobs is not None for u in units for s in u.samples)
+    samples = [sample for unit in units for sample in unit.samples]
+    has_logprobs = all(s.rollout_logprobs is not None for s in samples)
     for unit in units:
-        shared = -1
-        base = len(ids)
+        shared, base, first = -1, len(ids), 0
         if share_prompts:
-            shared = len(lengths)
-            prompt = unit.samples[0].input_ids[: unit.samples[0].prompt_len]
-            ids += prompt
-            positions += range(len(prompt))
-            lengths.append(len(prompt))
+            shared, first = len(prefix), unit.samples[0].prompt_len
+            ids += unit.samples[0].input_ids[:first]
+            segments.add(0, first)
             prefix.append(-1)
         for sample in unit.samples:
-            first = sample.prompt_len if share_prompts else 0
-            start = len(ids)
-            own = sample.input_ids[first:]
-            ids += own
-            positions += range(first, first + len(own))
-            if own:
-                lengths.append(len(own))
+            length = len(sample.input_ids)
+            sources.add(base, first)
+            sources.add(len(ids), length - first)
+            ids += sample.input_ids[first:]
+            if length > first:
+                segments.add(first, length - first)
                 prefix.append(shared)
-            trained = [i for i, label in enumerate(sample.labels) if label != IGNORE]
-            rows += [base + i if i < first else start + i - first for i in trained]
-            labels += [sample.labels[i] for i in trained]
-            advantages += [sample.advantages[i] for i in trained]
-            if has_logprobs and sample.rollout_logprobs is not None:
-                logprobs += [sample.rollout_logprobs[i] for i in trained]
-            inv_temperature += [1.0 / sample.temperature] * len(trained)
-            sample_index += [len(rollout_ids)] * len(trained)
-            rollout_ids.append(sample.rollout_id)
+            labels += sample.labels
+            advantages += sample.advantages
+            if has_logprobs:
+                logprobs += sample.rollout_logprobs or ()
     padding = -len(ids) % pad_multiple or (pad_multiple if not ids else 0)
     if padding:
         ids += [0] * padding
-        positions += range(padding)
-        lengths.append(padding)
+        segments.add(0, padding)
         prefix.append(-1)
+    label_array = np.array(labels, dtype=np.int64)
+    trained = label_array != IGNORE
+
+    def of_trained(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values[trained])
+
+    lengths = [len(s.labels) for s in samples]
+    inv_temperature = np.array([1.0 / s.temperature for s in samples], dtype=np.float32)
     return PackedBatch(
-        input_ids=torch.tensor(ids),
-        position_ids=torch.tensor(positions),
-        layout=SegmentLayout(lengths, prefix),
-        target_rows=torch.tensor(rows, dtype=torch.int64),
-        labels=torch.tensor(labels, dtype=torch.int64),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
-        inv_temperature=torch.tensor(inv_temperature, dtype=torch.float32),
-        sample_index=torch.tensor(sample_index, dtype=torch.int64),
-        rollout_ids=rollout_ids,
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) if has_logprobs else None,
+        input_ids=torch.from_numpy(np.array(ids, dtype=np.int64)),
+        position_ids=torch.from_numpy(segments.numbers()),
+        layout=SegmentLayout(segments.lengths, prefix),
+        target_rows=of_trained(sources.numbers()),
+        labels=of_trained(label_array),
+        advantages=of_trained(np.array(advantages, dtype=np.float32)),
+        inv_temperature=of_trained(np.repeat(inv_temperature, lengths)),
+        sample_index=of_trained(np.repeat(np.arange(len(samples)), lengths)),
+        rollout_ids=[s.rollout_id for s in samples],
+        rollout_logprobs=of_trained(np.array(logprobs, dtype=np.float32)) if has_logprobs else None,
         num_padding=padding,
     )
+
+
+class _Spans:
+    """Runs of consecutive numbers, one behind the other."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+
+    def add(self, start: int, length: int) -> None:
+        self.starts.append(start)
+        self.lengths.append(length)
+
+    def numbers(self) -> np.ndarray:
+        """All of them, int64 [sum of the lengths]."""
+        starts, lengths = np.array(self.starts, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
+        ends = np.cumsum(lengths)
+        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
 
 
 def pack_samples(

@@ -31,7 +31,7 @@ class TrainingSample:
 
     @property
     def num_trained(self) -> int:
-        return sum(label != IGNORE for label in self.labels)
+        return len(self.labels) - self.labels.count(IGNORE)
 
 
 def make_sample(state: RolloutState, advantage: float) -> TrainingSample:
@@ -48,22 +48,22 @@ def make_sample(state: RolloutState, advantage: float) -> TrainingSample:
     prompt, response = state.prompt_ids, state.response_ids
     assert prompt and response
     length = len(response)
-    for name in ("logprobs", "response_mask"):
-        values = getattr(state, name)
+    logprobs, mask = state.logprobs, state.response_mask
+    for name, values in (("logprobs", logprobs), ("response_mask", mask)):
         if values is not None and len(values) != length:
             raise ValueError(f"rollout {state.rollout_id}: {len(values)} {name} for {length} response tokens.")
-    mask = state.response_mask or [1] * length
+    labels, advantages = response, [advantage] * length
+    if mask is not None:
+        labels = [token if m else IGNORE for token, m in zip(response, mask, strict=True)]
+        advantages = [advantage if m else 0.0 for m in mask]
+        logprobs = logprobs and [lp if m else 0.0 for lp, m in zip(logprobs, mask, strict=True)]
     pad = len(prompt) - 1
-    labels = [IGNORE] * pad + [token if m else IGNORE for token, m in zip(response, mask, strict=True)]
-    logprobs = None
-    if state.logprobs is not None:
-        logprobs = [0.0] * pad + [lp if m else 0.0 for lp, m in zip(state.logprobs, mask, strict=True)]
     return TrainingSample(
         rollout_id=state.rollout_id if state.rollout_id is not None else -1,
         input_ids=prompt + response[:-1],
-        labels=labels,
-        advantages=[0.0 if label == IGNORE else advantage for label in labels],
-        rollout_logprobs=logprobs,
+        labels=[IGNORE] * pad + labels,
+        advantages=[0.0] * pad + advantages,
+        rollout_logprobs=None if logprobs is None else [0.0] * pad + logprobs,
         prompt_len=len(prompt),
         temperature=state.sample_params.temperature,
     )
