@@ -89,7 +89,7 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     path, results = Path(folder), {}
     for name, (fsdp, sp) in (TWO if world == 2 else FOUR).items():
-        for model in MODELS:
+        for model in MODELS if name in ("ep", "dp x ep") else ("qwen3_moe",):
             engine = make(model, fsdp, sp)
             result = results[name, model] = train(engine, sp, range(2))
             save_train_state(engine, path / f"{name}-{model}")
@@ -138,7 +138,7 @@ def one(folder) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_experts_on_several_ranks_equal_one_process(one, folder, world) -> None:
     results = spawned(world, folder)
-    assert len(results) == 9
+    assert len(results) == 5
     for (name, model), got in results.items():
         expected = one[model]
         assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
@@ -175,7 +175,7 @@ def test_impossible_sizes_are_refused_with_the_numbers(one_process_group) -> Non
     device = torch.device("cpu")
     with pytest.raises(ValueError, match="fsdp_cfg.ep_size=3 does not divide the model's 8 experts"):
         TrainEngine(MODELS["qwen3_moe"], FSDPConfig(ep_size=3), device=device)
-    with pytest.raises(ValueError, match="fsdp_cfg.ep_size=2 on 1 workers"):
+    with pytest.raises(ValueError, match="fsdp_cfg.ep_size=2 does not divide num_workers=1"):
         TrainEngine(MODELS["qwen3_moe"], FSDPConfig(ep_size=2), device=device)
     with pytest.raises(ValueError, match="fsdp_cfg.tp_size=2: layers with experts"):
         TrainEngine(MODELS["qwen3_moe"], FSDPConfig(tp_size=2), device=device)
