@@ -211,6 +211,11 @@ class DenseModelConfig(TransformerConfig):
             raise ValueError(f"layer_types: all layers of model_type={family!r} are alike; use None.")
         return self
 
+    @property
+    def mlp_values(self) -> int:
+        """Values of one token that the MLP of a layer holds at a time without gradients."""
+        return 3 * self.intermediate_size
+
     def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "DenseModel":
         """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
         from .dense import DenseModel

@@ -154,10 +154,11 @@ class MoEModelConfig(TransformerConfig):
         return bool((balancing and balancing.balancing_loss_alpha) or (z and z.z_loss_alpha))
 
     @property
-    def mlp_width(self) -> int:
-        """Values that the MLP of one layer keeps of one token at most, before its last projection."""
-        experts = (self.num_experts_per_tok + self.n_shared_experts) * self.moe_intermediate_size
-        return max(experts, self.intermediate_size if self.dense_layers else 0)
+    def mlp_values(self) -> int:
+        """Values of one token that the MLP or the experts of a layer hold at a time without gradients."""
+        chosen, inner = self.num_experts_per_tok, self.moe_intermediate_size
+        experts = chosen * (3 * inner + 2 * self.hidden_size) + 3 * self.n_shared_experts * inner
+        return max(experts, 3 * self.intermediate_size if self.dense_layers else 0)
 
     def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "MoEModel":
         """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
