@@ -89,8 +89,8 @@ def test_a_forward_without_backward_does_not_hide_the_gradients(tmp_path):
 
 @pytest.mark.parametrize("foreach, fused", [(None, True), (True, None), (False, None)])
 def test_the_optimizer_is_the_one_asked_for(tmp_path, foreach, fused):
-    defaults = make_engine(tmp_path, optim_cfg=AdamWConfig(foreach=foreach)).optimizer.defaults
-    assert (defaults["foreach"], defaults["fused"]) == (foreach, fused)
+    (rule,) = make_engine(tmp_path, optim_cfg=AdamWConfig(foreach=foreach)).optimizer.rules
+    assert (rule.foreach, rule.fused) == (foreach, fused)
 
 
 def test_a_non_finite_gradient_leaves_weights_and_moments_alone(tmp_path):

@@ -20,10 +20,9 @@ from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.utils import get_logger
 
 from .frozen import check_frozen, describe_frozen
+from .optimizer import Optimizer
 from .placement import is_first_copy, local_part
 from .train_engine import TrainEngine
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def _kept_parameters(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
@@ -32,15 +31,13 @@ def _kept_parameters(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
     return ((n, p) for n, p in engine.model.named_parameters() if p.requires_grad or not adapters_only)
 
 
-def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, parameter's name, tensor)"""
+def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """(kind, parameter's name, parameter, this rank's part of the parameter or of a moment)"""
     for name, param in _kept_parameters(engine):
-        yield "param", name, param.detach()
+        yield "param", name, param.detach(), local_part(param.detach())
         if with_optimizer and engine.optimizer is not None:
-            state = engine.optimizer.state.get(param, {})
-            for moment in _MOMENTS:
-                if moment in state:
-                    yield moment, name, state[moment]
+            for moment, local in engine.optimizer.moments_of(param).items():
+                yield moment, name, param.detach(), local
 
 
 def save_train_state(
@@ -48,10 +45,11 @@ def save_train_state(
 ) -> None:
     """Write this rank's part, and `counters`, into `folder`, which the caller publishes. Call on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    engine.parking.moments_ready()
     tensors: dict[str, Tensor] = {}
     where: dict[str, dict] = {}
-    for kind, name, tensor in _named_state(engine, with_optimizer):
-        pieces = local_pieces(tensor, engine.model.row_orders.get(name)) if is_first_copy(tensor) else []
+    for kind, name, tensor, values in _named_state(engine, with_optimizer):
+        pieces = local_pieces(tensor, engine.model.row_orders.get(name), values) if is_first_copy(tensor) else []
         for number, (local, offset) in enumerate(pieces):
             if local.numel():
                 # Two tensors of a file may not share memory.
@@ -96,13 +94,13 @@ class _Shards:
                 self.index.setdefault(stored.rpartition("@")[0], []).append((number, stored, place))
         self.scalars = {key for key in self.files[0].keys() if key.startswith("step/")}
 
-    def fill(self, key: str, target: Tensor, order: RowOrder | None) -> None:
-        """Copy this rank's part of `key` into `target`."""
+    def fill(self, key: str, target: Tensor, order: RowOrder | None, values: Tensor | None = None) -> None:
+        """Copy this rank's part of `key` into `target`, or into `values` of the shape of its local part."""
         shape = list(target.shape)
         if key not in self.index:
             raise KeyError(f"checkpoint has no {key!r}: was it written by another model or without the optimizer?")
         wanted = filled = 0
-        for local, offset in local_pieces(target, order):
+        for local, offset in local_pieces(target, order, values):
             wanted += local.numel()
             for number, stored, place in self.index[key]:
                 if place["shape"] != shape:
@@ -160,13 +158,13 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     return shards.counters
 
 
-def _fill_moments(
-    optimizer: torch.optim.Optimizer, name: str, param: Tensor, order: RowOrder | None, shards: _Shards
-) -> None:
-    state = optimizer.state[param]
-    made = shards.files[0].get_tensor(f"step/{name}")
-    state["step"] = made.to(local_part(param).device) if optimizer.defaults.get("fused") else made
-    for moment in _MOMENTS:
-        if f"{moment}/{name}" in shards.index:
-            state[moment] = torch.zeros_like(param)
-            shards.fill(f"{moment}/{name}", state[moment], order)
+def _fill_moments(optimizer: Optimizer, name: str, param: Tensor, order: RowOrder | None, shards: _Shards) -> None:
+    optimizer.make_state()
+    optimizer.state[param]["step"] = int(shards.files[0].get_tensor(f"step/{name}"))
+    for moment, values in optimizer.moments_of(param).items():
+        if f"{moment}/{name}" not in shards.index:
+            raise ValueError(
+                f"the checkpoint has no {moment} of {name}: it is of another optimizer. Keep optim_cfg's class, or set "
+                "load_checkpoint_cfg.load_optimizer_states=False to begin with new moments."
+            )
+        shards.fill(f"{moment}/{name}", param, order, values)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig
+from xtuner.v1.config import FSDPConfig, LoRAConfig, LRConfig, OptimConfig
 from xtuner.v1.data_proto import PackedBatch, WeightBucket
 from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
@@ -18,11 +18,12 @@ from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.model.peft import ADAPTER_FOLDER, peft_tensors, save_peft_adapter
 from xtuner.v1.model.splits import split_problems
-from xtuner.v1.utils.device import synchronize
 
 from .gradients import complete_gradients, gradient_norm
 from .lr_schedule import learning_rate
 from .mesh import ParallelMesh, build_mesh
+from .optimizer import build_optimizer
+from .parking import Parking
 from .placement import local_part
 from .router_loss import RouterLoss, num_rows
 from .sequence_parallel import PackShare
@@ -53,7 +54,7 @@ class TrainEngine:
         fsdp_cfg: FSDPConfig,
         *,
         device: torch.device,
-        optim_cfg: AdamWConfig | None = None,
+        optim_cfg: OptimConfig | None = None,
         lr_cfg: LRConfig | None = None,
         lora_cfg: LoRAConfig | None = None,
         seed: int = 0,
@@ -81,21 +82,14 @@ class TrainEngine:
         shard_model(self.model, fsdp_cfg, self.mesh, device)
         self.model.to_empty(device="cpu" if self.cpu_offload else device)
         init_adapters(self.model, seed)
-        self.optimizer = self._build_optimizer() if optim_cfg else None
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        cfg = self.optim_cfg
-        assert cfg is not None
-        fused = cfg.fused if cfg.fused is not None else cfg.foreach is None
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return torch.optim.AdamW(
-            trained, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
-            fused=fused or None, foreach=cfg.foreach if not fused else None,
-        )  # fmt: skip
+        home = torch.device("cpu") if self.cpu_offload else device
+        self.optimizer = build_optimizer(self.model, optim_cfg, home) if optim_cfg else None
+        self.parking = Parking(self.model, self.optimizer, device)
 
     def load_hf(self, path: str | Path) -> None:
         """Fill the weights from a Hugging Face folder, one tensor at a time."""
         load_hf_model(self.model, path)
+        self.parking.frozen_changed()
 
     # ---------------------------------------------------------------- steps
 
@@ -157,6 +151,7 @@ class TrainEngine:
         """
         assert self.optimizer is not None and self.optim_cfg is not None
         cfg = self.optim_cfg
+        self.parking.moments_ready()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         complete_gradients(grads, self.mesh)
         norm = gradient_norm(grads)
@@ -170,14 +165,10 @@ class TrainEngine:
         if skipped is None:
             scale = min(1.0, cfg.max_grad_norm / (value + 1e-6))
             if scale < 1.0:
-                torch._foreach_mul_([local_part(g) for g in grads], scale)
+                torch._foreach_mul_([local_part(g) for g in self.optimizer.clipped_gradients()], scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            if cfg.swap_optimizer:
-                self._move_optimizer(self.device)
             self.optimizer.step()
-            if cfg.swap_optimizer:
-                self._move_optimizer(torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1
         return StepResult(value, lr, skipped)
@@ -229,25 +220,12 @@ class TrainEngine:
         """Weights and moments to host memory, so that a co-resident engine has the device."""
         if self.device.type == "cpu":
             return
-        self.model.to("cpu")
-        self._move_optimizer(torch.device("cpu"))
+        if not self.cpu_offload:
+            self._reshard()
+            self.parking.park()
         torch.cuda.empty_cache()
 
     def onload(self, optimizer: bool = True) -> None:
         """The way back."""
-        if self.device.type == "cpu":
-            return
-        if not self.cpu_offload:
-            self.model.to(self.device)
-        if optimizer and not (self.optim_cfg and self.optim_cfg.swap_optimizer):
-            self._move_optimizer(self.device)
-
-    def _move_optimizer(self, device: torch.device) -> None:
-        if self.optimizer is None or self.cpu_offload:
-            return
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[key] = value.to(device, non_blocking=True)
-        if device.type == "cpu":
-            synchronize(self.device)  # who reads host memory does not wait for the copies
+        if self.device.type == "cuda" and not self.cpu_offload:
+            self.parking.restore(moments=optimizer)

@@ -149,13 +149,16 @@ class Piece(NamedTuple):
     """Where its first element is in the whole tensor."""
 
 
-def local_pieces(tensor: Tensor, order: RowOrder | None = None) -> list[Piece]:
-    """What this rank holds of a tensor: one block, or several of one whose rows are stored in an order of their own."""
+def local_pieces(tensor: Tensor, order: RowOrder | None = None, values: Tensor | None = None) -> list[Piece]:
+    """What this rank holds of a tensor: one block, or several of one whose rows are stored in an order of their own.
+
+    `values`, of the shape of the tensor's local part, are cut in its place.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
-        return [Piece(tensor, (0,) * tensor.dim())]
-    local = tensor.to_local()
+        return [Piece(tensor if values is None else values, (0,) * tensor.dim())]
+    local = tensor.to_local() if values is None else values
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if order is None:
         return [Piece(local, tuple(offset))]
