@@ -75,6 +75,16 @@ def test_two_ranks_equal_one_and_go_on_from_its_checkpoint(model, tmp_path, clus
     close(two.weights(3), one.weights(3), atol=2e-3)
 
 
+def test_two_ranks_that_share_every_pack_equal_one(model, tmp_path, cluster, local):
+    """Both engines answer, so both have the whole weights of every step."""
+    shared = changes(model, tmp_path)
+    shared["worker"]["sp_size"] = 2
+    two = fit(config(model, tmp_path, num_workers=2, **shared))
+    assert two.losses() == pytest.approx(local.losses(), abs=2e-4)
+    same_rollouts(local, two, (1, 2, 3), 2e-3)
+    close(local.weights(3), two.weights(3), atol=2e-3)
+
+
 def descendants(pid: int) -> set[int]:
     found = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
