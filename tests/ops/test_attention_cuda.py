@@ -37,7 +37,7 @@ def test_values_and_gradients_equal_the_loop(name, heads, dim, dtype) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (16, True), (16, False), (128, True), (1000, True)])
-@pytest.mark.parametrize(("heads", "dim", "v_dim"), [((8, 2), 64, 64), ((4, 4), 48, 32)])
+@pytest.mark.parametrize(("heads", "dim", "v_dim"), [((8, 2), 64, 64), ((4, 4), 48, 32), ((4, 2), 18, 12)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_windows_sinks_and_sizes_of_values(name, window, with_sinks, heads, dim, v_dim, dtype) -> None:
     layout = LAYOUTS[name]

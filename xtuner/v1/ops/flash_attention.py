@@ -51,9 +51,10 @@ class FlashAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
-        if (v_dim := v.shape[-1]) != q.shape[-1]:
-            # The kernels know one size of head.
-            dim = max(v_dim, q.shape[-1])
+        q_dim, v_dim = q.shape[-1], v.shape[-1]
+        if q_dim != v_dim or q_dim % 8:
+            # The kernels know one size of head, a multiple of 8.
+            dim = -(-max(q_dim, v_dim) // 8) * 8
             q, k, v = (F.pad(t, (0, dim - t.shape[-1])) for t in (q, k, v))
             return self.attend(q, k, v, scale, window, sinks)[..., :v_dim]
         keys, cross = self._own, self._cross
