@@ -98,6 +98,7 @@ class TrainEngine:
 
         All ranks of a pack (`mesh.pack_group`) call it with the same one and get the same.
         """
+        self._check_awake()
         share = PackShare(batch, self.mesh)
         chunk = self.chunk_size or max(1, share.labels.numel())
         logprobs, entropy = self.model(
@@ -180,6 +181,7 @@ class TrainEngine:
 
         Every rank must iterate to the end: gathering is collective. One bucket is alive at a time.
         """
+        self._check_awake()
         bucket = WeightBucket({})
         for name, tensor in export_hf_tensors(self.model, dtype or self.compute_dtype):
             bucket.tensors[name] = tensor
@@ -224,6 +226,10 @@ class TrainEngine:
             self._reshard()
             self.parking.park()
         torch.cuda.empty_cache()
+
+    def _check_awake(self) -> None:
+        if self.parking.weights_away:
+            raise RuntimeError("the weights are parked on the host: call onload() first.")
 
     def onload(self, optimizer: bool = True) -> None:
         """The way back."""

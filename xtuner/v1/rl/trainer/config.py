@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig, XTunerConfig
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig, MuonConfig, XTunerConfig
 from xtuner.v1.model import MoEModelConfig, TransformerConfig
 from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.model.splits import split_problems
@@ -16,7 +16,7 @@ class WorkerConfig(XTunerConfig):
 
     model_cfg: SerializeAsAny[TransformerConfig]
     """Architecture, usually `get_model_config_from_hf(path)`."""
-    optim_cfg: AdamWConfig
+    optim_cfg: AdamWConfig | MuonConfig
     """Optimizer."""
     loss_cfg: SerializeAsAny[BaseRLLossConfig]
     """Policy loss."""
@@ -88,6 +88,11 @@ class WorkerConfig(XTunerConfig):
                 f"train_worker_cfg.ref_model_fsdp_cfg.tp_size={reference.tp_size}, but fsdp_cfg.tp_size={tp_size}: "
                 "both models see the same rows on the same ranks; set them alike."
             )
+        if self.optim_cfg.swap_optimizer and self.fsdp_cfg.cpu_offload:
+            raise ValueError(
+                "train_worker_cfg: fsdp_cfg.cpu_offload=True keeps the moments on the host and updates there, so "
+                "optim_cfg.swap_optimizer=True has nothing to swap; set one of them."
+            )
         if not self.fsdp_cfg.requires_grad:
             raise ValueError(
                 "train_worker_cfg.fsdp_cfg.requires_grad=False: the policy would not learn; it is for "
@@ -111,6 +116,11 @@ class WorkerConfig(XTunerConfig):
         for name in ("tp_size", "ep_size"):
             if (size := getattr(fsdp, name)) != 1:
                 raise ValueError(f"{where}.fsdp_cfg.{name}={size}: adapters are not cut that way; set 1 with lora_cfg.")
+        if not isinstance(self.optim_cfg, AdamWConfig):
+            raise ValueError(
+                f"{where}.optim_cfg is a {type(self.optim_cfg).__name__}, which is made for whole matrices, not for the "
+                "two factors of an adapter; use AdamWConfig with lora_cfg."
+            )
         if self.ref_model_fsdp_cfg is not None and self.ref_load_from is None:
             raise ValueError(
                 f"{where}.ref_model_fsdp_cfg: with lora_cfg the reference is the policy without its adapters; remove "

@@ -172,6 +172,7 @@ class TrainingWorker:
         synchronize(self.device)
         result.metrics["training_s"] = time.perf_counter() - start
         result.metrics["skipped_updates"] = float(self.total_skips)
+        result.metrics |= {f"offload/{way}_gb_per_s": rate for way, rate in self.engine.parking.rates().items()}
         return result
 
     def _update(
