@@ -66,9 +66,8 @@ def test_logprobs_and_gradients(model) -> None:
     assert _error(results[1], results[0]) < 2e-2
     for name, param in on_gpu.named_parameters():
         if param.requires_grad:
-            # A sink's gradient is a small sum of large parts.
-            tolerance = 0.5 if name.endswith("sinks") else 0.15
-            assert _error(param.grad, model.get_parameter(name).grad) < tolerance, name
+            # Rounding moves values over the clamp, and some gradients are small sums of large parts.
+            assert _error(param.grad, model.get_parameter(name).grad) < 0.25, name
 
 
 def test_engine_log_probs_equal_the_models(model, tmp_path) -> None:
