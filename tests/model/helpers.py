@@ -20,6 +20,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64)
+_MOE = dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
 FAMILIES = {
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True)),
     "qwen2-untied": ("Qwen2Config", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
@@ -31,6 +32,12 @@ FAMILIES = {
     "mistral-window": ("MistralConfig", dict(head_dim=16, sliding_window=13)),
     "qwen3-window": ("Qwen3Config", dict(head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1)),
     "qwen3-yarn": ("Qwen3Config", dict(head_dim=16, rope_parameters=YARN)),
+    "qwen3_moe": ("Qwen3MoeConfig", _MOE | dict(norm_topk_prob=True)),
+    "qwen3_moe-mixed": (
+        "Qwen3MoeConfig",
+        _MOE | dict(num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], tie_word_embeddings=True),
+    ),
+    "qwen3_moe-window": ("Qwen3MoeConfig", _MOE | dict(attention_bias=True, use_sliding_window=True, sliding_window=7)),
 }
 
 
@@ -40,7 +47,7 @@ def write_hf(folder: Path, family: str, dtype: torch.dtype = torch.float32):
 
     name, extra = FAMILIES[family]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**_BASE, **extra))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**_BASE | extra))
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(1.0 if param.dim() == 1 else 0.0, 0.2)

@@ -18,7 +18,7 @@ def test_logits_equal_transformers(tmp_path, family: str) -> None:
         expected = theirs(torch.tensor([ids])).logits[0]
         logits = ours.logits(hidden_of(ours, [ids], [-1])[0])
     assert expected.std() > 0.5  # weights that matter
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 if "moe" in family else 1e-5)
 
 
 def test_gradients_equal_transformers(tmp_path) -> None:

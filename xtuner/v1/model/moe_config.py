@@ -77,8 +77,8 @@ class MoEModelConfig(TransformerConfig):
     """Experts that every token uses; they are one MLP of this many times `moe_intermediate_size`."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain MLP instead of experts."""
-    intermediate_size: int = Field(1, ge=1)
-    """Width of the MLP of `dense_layers`."""
+    intermediate_size: int = Field(0, ge=0)
+    """Width of the MLP of `dense_layers`; without any it has no effect."""
     mlp_bias: ClassVar[bool] = False
     num_nextn_predict_layers: int = Field(0, ge=0)
     """Layers behind the last one that a checkpoint holds for multi-token prediction. They are neither loaded, nor
@@ -111,6 +111,8 @@ class MoEModelConfig(TransformerConfig):
             raise ValueError(f"num_experts_per_tok={chosen} exceeds the {available} experts that a token may use.")
         if bad := [i for i in self.dense_layers if not 0 <= i < self.num_hidden_layers]:
             raise ValueError(f"dense_layers={bad} are outside the {self.num_hidden_layers} layers.")
+        if self.dense_layers and not self.intermediate_size:
+            raise ValueError(f"dense_layers={self.dense_layers} need intermediate_size, the width of their MLP.")
         if len(set(self.dense_layers)) == self.num_hidden_layers:
             raise ValueError(f"all {self.num_hidden_layers} layers are dense_layers: use a dense model_type.")
         return self
