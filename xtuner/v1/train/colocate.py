@@ -1,6 +1,7 @@
 """The colocated run: generate, judge, train, push the weights, evaluate, save."""
 
 import asyncio
+import gc
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.utils import get_logger, log_to_file
-from xtuner.v1.utils.device import forget_old_objects, keep_freed_memory, seed_everything
+from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
 from .checkpoints import expect_files, read_state, saving, write_state
 from .checks import epoch_steps
@@ -62,44 +63,49 @@ class RLColocateTrainer:
                 logger.info(f"{self.run_dir} is finished: all {self.total_steps} train steps are done.")
                 return {}
             self.progress = Progress(self.total_steps, self.cur_step)
-            forget_old_objects()
-            if self.debug:
-                metrics = self.loop.run(rollout_only(self) if self.cfg.debug_rollout else train_only(self))
-            else:
-                metrics = self.loop.run(self._fit())
+            with old_objects_stay(), rare_garbage_collection():
+                if self.debug:
+                    metrics = self.loop.run(rollout_only(self) if self.cfg.debug_rollout else train_only(self))
+                else:
+                    metrics = self.loop.run(self._fit())
             logger.info(f"finished {self.total_steps} steps. Run folder: {self.run_dir}")
             return metrics
         finally:
             self.close()
 
     async def _fit(self) -> dict[str, float]:
-        cfg, timer = self.cfg, self.timer
         await self._to_training(keep_weights=False)
         await self._to_rollout(self.cur_step)
         metrics = await self._catch_up()
         for step in range(self.cur_step + 1, self.total_steps + 1):
-            timer.restart()
-            last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
-            with timer("produce_batch"):
-                batch = await self.manager.produce_batch(cfg.train_batch_size, step, self.model_step)
-            with timer("onload"):
-                await self._to_training(keep_weights=not syncing)
-            with timer("prepare_data"):
-                report = self.build_samples(batch.groups)
-            with timer("training"):
-                results = await self.train(report, step)
-            metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results)
-            self.log_training(step, batch.groups, results)
-            with timer("save_ckpt"):
-                await self._save(step, last, metrics)
-            if evaluating or not last:
-                with timer("sync_weight" if syncing else "switch_to_rollout"):
-                    await self._to_rollout(step if syncing else None)
-            if evaluating:
-                with timer("evaluation"):
-                    metrics |= await self._evaluate(step)
-            metrics |= self.throughput.metrics(report)
-            self.finish_step(step, metrics)
+            metrics = await self._step(step)
+            gc.collect(1)  # the step's samples are gone: there is next to nothing to look through
+        return metrics
+
+    async def _step(self, step: int) -> dict[str, float]:
+        cfg, timer = self.cfg, self.timer
+        timer.restart()
+        last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
+        with timer("produce_batch"):
+            batch = await self.manager.produce_batch(cfg.train_batch_size, step, self.model_step)
+        with timer("onload"):
+            await self._to_training(keep_weights=not syncing)
+        with timer("prepare_data"):
+            report = self.build_samples(batch.groups)
+        with timer("training"):
+            results = await self.train(report, step)
+        metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results)
+        self.log_training(step, batch.groups, results)
+        with timer("save_ckpt"):
+            await self._save(step, last, metrics)
+        if evaluating or not last:
+            with timer("sync_weight" if syncing else "switch_to_rollout"):
+                await self._to_rollout(step if syncing else None)
+        if evaluating:
+            with timer("evaluation"):
+                metrics |= await self._evaluate(step)
+        metrics |= self.throughput.metrics(report)
+        self.finish_step(step, metrics)
         return metrics
 
     async def _catch_up(self) -> dict[str, float]:
@@ -208,13 +214,13 @@ class RLColocateTrainer:
     def log_training(self, step: int, groups: list[Group], results: list[FitResult]) -> None:
         """Trajectories with the trainer's log-probs, one row an update, warnings."""
         assert self.writer is not None
-        by_id = {rid: values for r in results for rid, values in r.train_logprobs.items()}
+        logprobs = {rid: values for r in results for rid, values in r.train_logprobs.items()}
         for state in (s for group in groups for s in group):
-            values = by_id.get(state.rollout_id if state.rollout_id is not None else -1)
-            if values is not None:
-                left = iter(values)
-                mask = state.response_mask or [1] * len(state.response_ids or [])
-                state.train_logprobs = [next(left) if m else math.nan for m in mask]
+            values = logprobs.get(state.rollout_id if state.rollout_id is not None else -1)
+            if values is not None and state.response_mask is not None:
+                trained = iter(values)
+                values = [next(trained) if m else math.nan for m in state.response_mask]
+            state.train_logprobs = values
         write_trajectories(self.run_dir / "train_rollout" / f"train_rollout_{step}.jsonl", groups)
         for update in results[0].optimizer_steps:
             self.updates += 1

@@ -13,6 +13,7 @@ from xtuner.v1.rl.replay_buffer import SyncReplayBufferConfig
 from xtuner.v1.rl.rollout.config import RolloutConfig
 from xtuner.v1.rl.trainer import WorkerConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
+from xtuner.v1.utils.device import rare_garbage_collection
 
 if TYPE_CHECKING:
     from .colocate import RLColocateTrainer
@@ -186,8 +187,9 @@ class RLColocateTrainerConfig(XTunerConfig):
             ValueError: what `check` finds, all of it at once.
             RuntimeError: a device, an engine or Ray cannot be had.
         """
-        from .colocate import RLColocateTrainer
+        with rare_garbage_collection():
+            from .colocate import RLColocateTrainer
 
-        if problems := self.check():
-            raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
-        return RLColocateTrainer(self.model_copy(deep=True))
+            if problems := self.check():
+                raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
+            return RLColocateTrainer(self.model_copy(deep=True))

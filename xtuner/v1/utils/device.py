@@ -5,11 +5,15 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_YOUNG_OBJECTS = 50_000
+"""New containers that set off a collection (Python: 700)."""
 
 
 def keep_freed_memory() -> None:
@@ -28,11 +32,30 @@ def keep_freed_memory() -> None:
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def forget_old_objects() -> None:
-    """Tell the garbage collector that all objects so far will stay: a full collection over the modules of torch and
-    transformers takes a tenth of a second, and the objects of a step's samples would set one off in every step."""
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Inside, the garbage collector hardly ever runs by itself: call `gc.collect` where little is alive.
+
+    The many small objects of imports, or of a step's samples, set it off tens of times for nothing, and over the
+    modules of torch and transformers a collection takes a tenth of a second.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def old_objects_stay() -> Iterator[None]:
+    """Inside, collections pass over all objects that were there before."""
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def resolve_device(accelerator: str) -> torch.device:
