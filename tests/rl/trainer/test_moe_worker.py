@@ -1,0 +1,116 @@
+"""A model with experts in the training worker: the routers' losses reach weights and metrics; what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.rl.trainer.test_worker import make_samples, make_worker, packs_of, weights
+from tests.train.helpers import worker_config
+from xtuner.v1.config import FSDPConfig
+from xtuner.v1.model import BalancingLossConfig, ZLossConfig, get_model_config_from_hf
+from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
+from xtuner.v1.rl.trainer import TrainingWorker, pack_samples
+
+
+@pytest.fixture(scope="module")
+def moe(model, tmp_path_factory):
+    """The tiny model of these tests with experts in its MLP's place."""
+    folder = tmp_path_factory.mktemp("moe")
+    source = folder / "source"
+    source.mkdir()
+    raw = json.loads((model / "config.json").read_text())
+    raw |= {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": True,
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(raw))
+    made = get_model_config_from_hf(source).build("cpu")
+    made.init_weights(0, std=0.2)
+    save_hf_model(export_hf_tensors(made, torch.float32), made.config, folder / "model", source_dir=source)
+    return folder / "model"
+
+
+@pytest.fixture
+def worker_of(moe):
+    made: list[TrainingWorker] = []
+
+    def make(balancing=None, z=None, **changes) -> TrainingWorker:
+        config = get_model_config_from_hf(moe)
+        config.balancing_loss_cfg = balancing and BalancingLossConfig(balancing_loss_alpha=balancing)
+        config.z_loss_cfg = z and ZLossConfig(z_loss_alpha=z)
+        made.append(make_worker(moe, model_cfg=config, **changes))
+        return made[-1]
+
+    yield make
+    for worker in reversed(made):
+        worker.stop()
+
+
+def test_the_losses_are_told_and_felt(worker_of) -> None:
+    samples = make_samples(8)
+    plain, balanced, small_logits = worker_of(), worker_of(balancing=3.0), worker_of(z=0.1)
+    names = {"router/max_violation", "router/mean_violation"}
+    for worker, more in ((plain, []), (balanced, ["router/balancing_loss"]), (small_logits, ["router/z_loss"])):
+        history = []
+        for step in range(1, 9):
+            metrics = worker.fit(packs_of(samples)[0], step).optimizer_steps[0]
+            assert {name for name in metrics if name.startswith("router/")} == names | set(more)
+            history.append(metrics)
+        worker.history = history
+    # The first step is the same policy loss for all, and what is asked for shrinks.
+    assert plain.history[0]["loss"] == balanced.history[0]["loss"] == small_logits.history[0]["loss"]
+    assert balanced.history[0]["router/balancing_loss"] > 3.0  # 3.0 is that of equal load
+    assert balanced.history[-1]["router/balancing_loss"] < balanced.history[0]["router/balancing_loss"]
+    assert balanced.history[-1]["router/max_violation"] < plain.history[-1]["router/max_violation"]
+    assert small_logits.history[-1]["router/z_loss"] < 0.9 * small_logits.history[0]["router/z_loss"]
+
+
+def test_frozen_routers_stay(moe) -> None:
+    config = get_model_config_from_hf(moe)
+    config.freeze_routers = True
+    worker = make_worker(moe, model_cfg=config)
+    before = weights(worker)
+    worker.fit(packs_of(make_samples(4))[0], 1)
+    for name, tensor in weights(worker).items():
+        assert torch.equal(tensor, before[name]) == name.endswith("gate.weight"), name
+    worker.stop()
+
+
+def test_samples_without_advantage_still_balance_the_experts(moe, worker_of) -> None:
+    """Their policy gradient is zero, that of the routers' losses is not: they may not be left out of the backward."""
+    config = get_model_config_from_hf(moe)
+    assert not worker_config(moe, model_cfg=config).zero_without_advantage
+    config.balancing_loss_cfg = None
+    assert worker_config(moe, model_cfg=config).zero_without_advantage
+    # Without the losses they are left out, and are told of in the load all the same.
+    samples = [replace(s, advantages=[0.0] * len(s.advantages)) if i % 2 else s for i, s in enumerate(make_samples(8))]
+    options = dict(ranks=1, optimizer_steps=1, pack_max_length=256, hidden_size=32, share_prompts=True)
+    rows = []
+    for skip in (False, True):
+        packs = pack_samples(samples, skip_zero_advantage=skip, **options)[0]
+        assert [pack.needs_gradient for pack in packs[0]] == [True, False][: 1 + skip]
+        rows.append(worker_of().fit(packs, 1).optimizer_steps[0])
+    assert rows[0]["router/max_violation"] == rows[1]["router/max_violation"]
+    assert rows[0]["grad_norm"] == pytest.approx(rows[1]["grad_norm"], rel=1e-5)
+
+
+def test_several_updates_have_losses_of_their_own_tokens(worker_of) -> None:
+    worker = worker_of(balancing=0.5, z=0.1)
+    first, second = worker.fit(packs_of(make_samples(8), steps=2)[0], 1).optimizer_steps
+    assert first["router/z_loss"] != second["router/z_loss"]
+    assert first["router/balancing_loss"] >= 0.5 * (1 - 1e-6) and second["ratio_abs_dev"] > 0
+
+
+def test_sizes_that_do_not_fit_the_experts_are_refused(moe, model) -> None:
+    with pytest.raises(ValidationError, match="fsdp_cfg.ep_size=3 does not divide the model's 4 experts"):
+        worker_config(moe, fsdp_cfg=FSDPConfig(ep_size=3))
+    with pytest.raises(ValidationError, match="ref_model_fsdp_cfg.ep_size=8 does not divide the model's 4 experts"):
+        worker_config(moe, ref_model_fsdp_cfg=FSDPConfig(ep_size=8))
+    with pytest.raises(ValidationError, match="fsdp_cfg.ep_size=2: model_type='qwen3' has no experts"):
+        worker_config(model, fsdp_cfg=FSDPConfig(ep_size=2))
+    with pytest.raises(ValidationError, match="fsdp_cfg.tp_size=2"):
+        worker_config(moe, fsdp_cfg=FSDPConfig(tp_size=2))
+    worker_config(moe, fsdp_cfg=FSDPConfig(ep_size=4))
