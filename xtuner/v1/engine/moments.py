@@ -54,14 +54,13 @@ class Part:
 class MomentKeeper:
     """Keeps moments in float32 or bfloat16, on the device or in host memory, and lends them out in float32."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, in_host: bool) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, in_host: bool, bucket_numel: int = BUCKET_NUMEL
+    ) -> None:
         self.device, self.dtype, self.in_host = device, dtype, in_host
+        self.bucket_numel = bucket_numel if in_host or dtype != torch.float32 else None
+        """Elements to be lent at once; None: all, which are used as they are kept."""
         self._buffers: list[PinnedBuffer] = []
-
-    @property
-    def in_buckets(self) -> bool:
-        """Whether moments are kept otherwise than they are used, so that only a few of them should be lent at once."""
-        return self.in_host or self.dtype != torch.float32
 
     def zeros(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """A moment for each, as it is kept."""

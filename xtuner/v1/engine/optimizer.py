@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from xtuner.v1.config import AdamWConfig, MuonConfig, OptimConfig
 from xtuner.v1.model.dense import DenseModel
 
-from .moments import BUCKET_NUMEL, MomentKeeper, Part
+from .moments import MomentKeeper, Part
 from .muon import MuonRule
 from .placement import local_part
 
@@ -86,11 +86,7 @@ class Optimizer(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for param in params:
                 self.state[param]["step"] += 1
-            if self.keeper.in_buckets:
-                buckets = list(self._buckets(params, rule))
-            else:
-                buckets = [[self._whole(p, rule) for p in params]]
-            for bucket in self.keeper.lend(buckets):
+            for bucket in self.keeper.lend(self._buckets([self._whole(p, rule) for p in params], rule)):
                 rule.update(bucket, group["lr"], group["weight_decay"])
 
     def clipped_gradients(self) -> list[Tensor]:
@@ -117,31 +113,32 @@ class Optimizer(torch.optim.Optimizer):
         kept = [state[name] for name in rule.moments]
         return Part(param, self._index[param], 0, local_part(param), local_part(param.grad), kept, state["step"])
 
-    def _buckets(self, params: list[nn.Parameter], rule: UpdateRule) -> Iterator[list[Part]]:
-        """Parts with at most `BUCKET_NUMEL` elements together, or one parameter that cannot be cut."""
-        bucket: list[Part] = []
+    def _buckets(self, parts: list[Part], rule: UpdateRule) -> list[list[Part]]:
+        """The parts in groups of at most `keeper.bucket_numel` elements, or of one parameter that cannot be cut."""
+        most = self.keeper.bucket_numel
+        if most is None:
+            return [parts]
+        buckets: list[list[Part]] = [[]]
         size = 0
-        for param in params:
-            for part in _runs(self._whole(param, rule)) if rule.elementwise else [self._whole(param, rule)]:
-                # Ranks agree on the buckets of a rule that is collective only if they count the same elements.
-                numel = part.value.numel() if rule.elementwise else param.numel()
-                if bucket and size + numel > BUCKET_NUMEL:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append(part)
+        for part in parts:
+            for run in _runs(part, most) if rule.elementwise else [part]:
+                # For a collective rule the ranks must agree on the buckets, so they count what all of them count.
+                numel = run.value.numel() if rule.elementwise else part.param.numel()
+                if buckets[-1] and size + numel > most:
+                    buckets.append([])
+                    size = 0
+                buckets[-1].append(run)
                 size += numel
-        if bucket:
-            yield bucket
+        return buckets
 
 
-def _runs(part: Part) -> Iterator[Part]:
-    """The part, cut into runs of at most `BUCKET_NUMEL` elements."""
-    numel = part.value.numel()
-    if numel <= BUCKET_NUMEL:
+def _runs(part: Part, most: int) -> Iterator[Part]:
+    """The part, cut into runs of at most `most` elements."""
+    if part.value.numel() <= most:
         yield part
         return
-    for start in range(0, numel, BUCKET_NUMEL):
-        value, grad, *kept = (t.view(-1)[start : start + BUCKET_NUMEL] for t in (part.value, part.grad, *part.kept))
+    for start in range(0, part.value.numel(), most):
+        value, grad, *kept = (t.view(-1)[start : start + most] for t in (part.value, part.grad, *part.kept))
         yield Part(part.param, part.index, start, value, grad, kept, part.step)
 
 
