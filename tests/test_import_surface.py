@@ -22,7 +22,7 @@ TUTORIAL = {
     "xtuner.v1.rl.agent_loop": "SingleTurnAgentLoopConfig AgentLoopConfig AgentLoop",
     "xtuner.v1.rl.evaluator": "EvaluatorConfig",
     "xtuner.v1.rl.replay_buffer": "SyncReplayBufferConfig",
-    "xtuner.v1.config": "AdamWConfig FSDPConfig LRConfig OptimConfig",
+    "xtuner.v1.config": "AdamWConfig FSDPConfig LRConfig LoRAConfig OptimConfig",
     "xtuner.v1.model": "get_model_config_from_hf",
     "xtuner.v1.rl.loss": "GRPOLossConfig",
     "xtuner.v1.rl.trainer": "WorkerConfig TrainingWorker",

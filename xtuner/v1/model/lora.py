@@ -96,7 +96,8 @@ def resolve_targets(model: "DenseModel", names: Sequence[str]) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"lora_cfg.target_modules: {', '.join(unknown)} can have no adapter in this {model.config.model_type} "
-            f'model; use "{ALL_LINEAR}" or some of {", ".join(known)}.'
+            "model (only linear layers can: no router, no routed expert, nothing outside of the layers); use "
+            f'"{ALL_LINEAR}" or some of {", ".join(known)}.'
         )
     return [name for name in known if name in names]
 
