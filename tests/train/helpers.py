@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,21 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, std: float = 0
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, std, generator=generator)
     save_hf_model(export_hf_tensors(model, dtype), model.config, folder, source_dir=source)
+    return folder
+
+
+def write_moe_model(folder: Path) -> Path:
+    """The model of `write_model` with four experts in its MLP's place, of which a token uses two."""
+    dense, source = write_model(folder.with_name(folder.name + "-dense")), folder.with_name(folder.name + "-config")
+    shutil.copytree(dense, source, ignore=shutil.ignore_patterns("*.safetensors*"))
+    raw = json.loads((dense / "config.json").read_text()) | {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(raw))
+    model = get_model_config_from_hf(source).build("cpu")
+    model.init_weights(0, std=0.2)
+    save_hf_model(export_hf_tensors(model, torch.float32), model.config, folder, source_dir=source)
     return folder
 
 

@@ -1,6 +1,5 @@
 """A model with experts in the training worker: the routers' losses reach weights and metrics; what is refused."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,29 +7,15 @@ import torch
 from pydantic import ValidationError
 
 from tests.rl.trainer.test_worker import make_samples, make_worker, packs_of, weights
-from tests.train.helpers import worker_config
+from tests.train.helpers import worker_config, write_moe_model
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.model import BalancingLossConfig, ZLossConfig, get_model_config_from_hf
-from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
 from xtuner.v1.rl.trainer import TrainingWorker, pack_samples
 
 
 @pytest.fixture(scope="module")
-def moe(model, tmp_path_factory):
-    """The tiny model of these tests with experts in its MLP's place."""
-    folder = tmp_path_factory.mktemp("moe")
-    source = folder / "source"
-    source.mkdir()
-    raw = json.loads((model / "config.json").read_text())
-    raw |= {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "norm_topk_prob": True,
-    }  # fmt: skip
-    (source / "config.json").write_text(json.dumps(raw))
-    made = get_model_config_from_hf(source).build("cpu")
-    made.init_weights(0, std=0.2)
-    save_hf_model(export_hf_tensors(made, torch.float32), made.config, folder / "model", source_dir=source)
-    return folder / "model"
+def moe(tmp_path_factory):
+    return write_moe_model(tmp_path_factory.mktemp("moe") / "model")
 
 
 @pytest.fixture
