@@ -13,7 +13,7 @@ from xtuner.v1.ops.qkv import split_qkv
 from xtuner.v1.ops.rotary import RotaryTable, rotary_table
 from xtuner.v1.ops.swiglu import swiglu
 
-from .config import MLAConfig, TransformerConfig
+from .config import MHAConfig, MLAConfig, TransformerConfig
 from .layers import RMSNorm, linear
 from .mla import LatentAttention
 from .rope import rope_frequencies, rotary_scale
@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         a = config.attention
+        assert isinstance(a, MHAConfig)
         self.layer, self.scale, self.eps = layer, a.head_dim**-0.5, config.rms_norm_eps
         self.window = config.window_of(layer)
         self.num_q, self.num_kv = a.num_attention_heads, a.num_key_value_heads
