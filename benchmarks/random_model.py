@@ -15,6 +15,10 @@ _QWEN3 = {
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "attention_bias": False,
     "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16",
 }  # fmt: skip
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES = {
     "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144},
@@ -22,6 +26,18 @@ SHAPES = {
                          "num_attention_heads": 32},
     "qwen3-8b": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
                          "num_attention_heads": 32, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": _QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                                   "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+                                   "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    # Layers half as wide as those of 30B-A3B, and a third of them: 2.8 B parameters, 0.56 B of them used by a token.
+    "moe-small": _QWEN3_MOE | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16,
+                               "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 384},
+    "moe-tiny": _QWEN3_MOE
+    | {
+        "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 192, "dtype": "float32",
+    },
     "tiny": _QWEN3
     | {
         "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,

@@ -153,7 +153,11 @@ def randomise(model: torch.nn.Module) -> None:
 
 def update_flops(model: torch.nn.Module, config: Any, pack: PackedBatch) -> float:
     head = config.vocab_size * config.hidden_size
-    body = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(("embed_tokens", "lm_head")))
+    sizes = {n: p.numel() for n, p in model.named_parameters() if not n.startswith(("embed_tokens", "lm_head"))}
+    experts = sum(size for n, size in sizes.items() if ".experts." in n)
+    # A token meets a few of the experts.
+    unused = experts * (1 - config.num_experts_per_tok / config.n_routed_experts) if experts else 0
+    body = sum(sizes.values()) - unused
     a = config.attention
     seen = sum(n * (n + 1) / 2 for n in pack.layout.lengths)
     attention = 12 * config.num_hidden_layers * a.num_attention_heads * a.head_dim * seen

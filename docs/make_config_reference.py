@@ -19,6 +19,7 @@ CLASSES = [
     ("xtuner.v1.rl.utils", ["AcceleratorResourcesConfig", "CPUResourcesConfig"]),
     ("xtuner.v1.rl.trainer", ["WorkerConfig"]),
     ("xtuner.v1.config", ["AdamWConfig", "MuonConfig", "LRConfig", "FSDPConfig", "LoRAConfig"]),
+    ("xtuner.v1.model", ["MoEModelConfig", "RouterConfig", "BalancingLossConfig", "ZLossConfig"]),
     ("xtuner.v1.rl.loss", ["GRPOLossConfig", "RolloutImportanceSampling"]),
     (
         "xtuner.v1.rl.advantage",
