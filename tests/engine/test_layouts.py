@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, MuonConfig
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
 from xtuner.v1.model import DenseModelConfig, MHAConfig
 from xtuner.v1.model.hf import gather_whole
@@ -30,7 +30,7 @@ class Layout:
         return self.sp * self.fsdp.get("tp_size", 1)
 
 
-ONE = Layout(("qwen3", "qwen2", "llama"))
+ONE = Layout(("qwen3", "qwen2", "llama", "qwen2, muon"))
 TWO = {
     "dp": Layout(("qwen3",)),
     "sp": Layout(("qwen3",), sp=2),
@@ -40,7 +40,7 @@ FOUR = {
     "hsdp": Layout(("qwen2",), {"hsdp_sharding_size": 2}),
     "sp 4, more ranks than key heads": Layout(("qwen3",), sp=4),
     "dp x sp": Layout(("qwen2",), {"reshard_after_forward": False}, sp=2),
-    "dp x tp": Layout(("qwen3", "qwen2"), {"tp_size": 2, "recompute_ratio": 1.0}),
+    "dp x tp": Layout(("qwen3", "qwen2, muon"), {"tp_size": 2, "recompute_ratio": 1.0}),
     "sp x tp": Layout(("qwen3",), {"tp_size": 2}, sp=2),
     "hsdp x sp": Layout(("qwen3",), {"hsdp_sharding_size": 2}, sp=2),
     "hsdp x tp": Layout(("llama",), {"hsdp_sharding_size": 1, "tp_size": 2}),
@@ -56,12 +56,15 @@ MODELS = {
         model_type="llama", attention=MHAConfig(**_HEADS, qkv_bias=True, o_bias=True), mlp_bias=True, **_SHAPE
     ),
 }
+MODELS["qwen2, muon"] = MODELS["qwen2"]
+# With a small eps Adam divides a gradient by its own size, and moves a weight by the sign of a rounding error.
+ADAMW = AdamWConfig(lr=1e-2, max_grad_norm=0.05, eps=1e-3)
+MUON = MuonConfig(lr=1e-3, max_grad_norm=0.05, eps=1e-3)
 
 
 def make(model: str, layout: Layout) -> TrainEngine:
     fsdp = FSDPConfig(**({"recompute_ratio": 0.0, "torch_compile": False} | layout.fsdp))
-    # With a small eps Adam divides a gradient by its own size, and moves a weight by the sign of a rounding error.
-    optim = AdamWConfig(lr=1e-2, max_grad_norm=0.05, eps=1e-3)
+    optim = MUON if "muon" in model else ADAMW
     engine = TrainEngine(
         MODELS[model], fsdp, device=torch.device("cpu"), optim_cfg=optim,
         lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, chunk_size=7, sp_size=layout.sp,
@@ -149,15 +152,17 @@ def test_every_layout_equals_one_process(one, folder, world):
     results = spawned(world, folder)
     for (name, model), got in results.items():
         expected = one[model]
+        # Muon rounds gradients to bfloat16 before it makes them orthogonal.
+        weight_error = 1e-4 if "muon" in model else 1e-5
         assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
         for step, gradients in enumerate(expected["gradients"]):
             for param, grad in gradients.items():
                 error = (got["gradients"][step][param] - grad).norm() / grad.norm()
-                assert error < 2e-5, (name, model, step, param, float(error))
+                assert error < (2e-5 if step == 0 else 2 * weight_error), (name, model, step, param, float(error))
         for kind in ("weights", "resumed"):
             for param, tensor in expected[kind].items():
                 error = (got[kind][param] - tensor).norm() / tensor.norm()
-                assert error < 1e-5, (name, model, kind, param, float(error))
+                assert error < weight_error, (name, model, kind, param, float(error))
         back = make(model, ONE)
         load_train_state(back, folder / f"{name}-{model}")
         for param, tensor in weights(back).items():
