@@ -8,7 +8,7 @@ exactly 0.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 from pydantic import Field, field_validator
@@ -92,8 +92,10 @@ class GRPOEstimator(GroupEstimator):
         self.eps = eps
 
     def advantages(self, rewards: list[float], group: Sequence[RolloutState]) -> list[float]:
-        mean, spread = fmean(rewards), stdev(rewards) + self.eps
-        return [(reward - mean) / spread for reward in rewards]
+        mean = fmean(rewards)
+        deviations = [reward - mean for reward in rewards]
+        spread = math.sqrt(math.fsum(d * d for d in deviations) / (len(rewards) - 1)) + self.eps
+        return [deviation / spread for deviation in deviations]
 
 
 class DrGRPOEstimator(GroupEstimator):

@@ -125,7 +125,7 @@ def write_trajectories(path: Path, groups: list[list[RolloutState]]) -> None:
     samples = (_trajectory(state, *pair) for state, pair in zip(states, logprobs, strict=True))
     # The standard library's writer takes ten times as long, most of it for the digits of floats.
     lines = (to_json(row, inf_nan_mode="null", fallback=str) for row in (summary, *samples))
-    write_atomic(path, lambda part: part.write_bytes(b"".join(line + b"\n" for line in lines)))
+    write_atomic(path, lambda part: part.write_bytes(b"".join(line + b"\n" for line in lines)), durable=False)
 
 
 def _trajectory(

@@ -21,16 +21,20 @@ def move_into_place(part: Path, path: Path) -> None:
     _fsync(path.parent)
 
 
-def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
     """Let `write` fill a new file or folder beside `path`, flush it and rename it into place.
 
-    A reader sees the old content or the new, never a part. `path` must not be a non-empty folder.
+    A reader sees the old content or the new, never a part. `path` must not be a non-empty folder. With `durable` that
+    holds for a machine that loses power too, and waits for the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
         write(part)
-        move_into_place(part, path)
+        if durable:
+            move_into_place(part, path)
+        else:
+            os.replace(part, path)
     except BaseException as error:
         remove_path(part)
         if isinstance(error, OSError) and error.errno and error.filename is None:  # a full disk does not say which
