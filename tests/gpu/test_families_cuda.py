@@ -20,6 +20,8 @@ _BASE = {
 # All experts of a layer are used: which ones would be chosen differs between precisions.
 FAMILIES = {
     "mistral": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 24},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 4,
+                  "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "gpt_oss": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 24, "num_local_experts": 4,
                 "num_experts_per_tok": 4, "swiglu_limit": 1.0},
     "deepseek_v3": {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,

@@ -34,7 +34,8 @@ class FSDPConfig(XTunerConfig):
     tp_size: int = Field(1, ge=1)
     """Tensor-parallel size."""
     ep_size: int = Field(1, ge=1)
-    """Expert-parallel size (MoE)."""
+    """Ranks that share out the experts of every layer; tokens travel to their experts and back. Divides the number of
+    experts and that of workers. Needs a mixture of experts, tp_size=1 and no HSDP."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward and gather them again for the backward."""
     recompute: Literal["full", "selective", "mixed"] = "full"

@@ -50,12 +50,14 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, index, inverse, copies):
-        ctx.inverse, ctx.copies = inverse, copies
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
         return x.index_select(0, index if copies == 1 else index // copies)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.index_select(0, ctx.inverse)
+        (inverse,) = ctx.saved_tensors
+        grad = grad.index_select(0, inverse)
         if ctx.copies > 1:
             grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
         return grad, None, None, None
@@ -66,8 +68,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out, weights, order, places):
-        ctx.save_for_backward(out, weights)
-        ctx.order, ctx.places = order, places
+        ctx.save_for_backward(out, weights, order, places)
         combined = out.new_empty(weights.shape[0], out.shape[1])
         copies = out.index_select(0, places).view(*weights.shape, -1)
         torch.bmm(weights[:, None], copies, out=combined[:, None])
@@ -75,9 +76,9 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        out, weights = ctx.saved_tensors
-        grad_out = grad.index_select(0, ctx.order // weights.shape[1])
-        grad_out.mul_(weights.flatten()[ctx.order, None])
-        copies = out.index_select(0, ctx.places).view(*weights.shape, -1)
+        out, weights, order, places = ctx.saved_tensors
+        grad_out = grad.index_select(0, order // weights.shape[1])
+        grad_out.mul_(weights.flatten()[order, None])
+        copies = out.index_select(0, places).view(*weights.shape, -1)
         grad_weights = torch.bmm(copies, grad[:, :, None]).squeeze(2)
         return grad_out, grad_weights, None, None

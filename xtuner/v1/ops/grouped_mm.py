@@ -16,7 +16,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [M, N] in x's type; differentiable in `x` and `weight`.
     """
-    if _has_kernel(x):
+    if _has_kernel(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return reference_grouped_mm(x, weight, ends)
 
@@ -28,5 +28,7 @@ def reference_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([F.linear(rows, matrix) for rows, matrix in parts])
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and x.shape[0] > 0
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    # Rows begin at multiples of 16 bytes, and at least one is there.
+    fits = x.shape[0] > 0 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and fits

@@ -17,6 +17,11 @@ _BASE = dict(
 )  # fmt: skip
 FAMILIES = {
     "mistral": ("MistralConfig", dict(num_key_value_heads=2, head_dim=8, sliding_window=9)),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
+             norm_topk_prob=True, mlp_only_layers=[0]),
+    ),
     "gpt_oss": (
         "GptOssConfig",
         dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
