@@ -17,7 +17,7 @@ class Args:
     pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
 
 
-def lora_run(folder, compiled=False, **worker):
+def lora_run(folder, fsdp=None, **worker):
     """Three steps with a KL to the reference: the run's folder, its rows and its training worker."""
     import grpo_step
 
@@ -27,7 +27,7 @@ def lora_run(folder, compiled=False, **worker):
     cfg = config.train_worker_cfg
     loss = cfg.loss_cfg.model_copy(update={"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 1e-3})
     fields = {"lora_cfg": LoRAConfig(rank=8), "optim_cfg": AdamWConfig(lr=1e-3), "loss_cfg": loss} | worker
-    fields["fsdp_cfg"] = cfg.fsdp_cfg.model_copy(update={"torch_compile": compiled})
+    fields["fsdp_cfg"] = cfg.fsdp_cfg.model_copy(update=fsdp or {})
     changes = {"train_worker_cfg": cfg.model_copy(update=fields), "deterministic": True, "save_final_hf": True}
     config = config.model_copy(update=changes)
     trainer = config.build()
@@ -38,12 +38,13 @@ def lora_run(folder, compiled=False, **worker):
     return run_dir, rows, handle.worker
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_of_adapters_over_a_bf16_base(tmp_path, compiled):
-    run_dir, rows, worker = lora_run(tmp_path, compiled)
+@pytest.mark.parametrize("fsdp", [{}, {"torch_compile": True}, {"cpu_offload": True}, {"fp32_lm_head": True}])
+def test_a_run_of_adapters_over_a_bf16_base(tmp_path, fsdp):
+    run_dir, rows, worker = lora_run(tmp_path, fsdp)
     assert worker.reference is None
     for name, param in worker.engine.model.named_parameters():
-        assert param.dtype == (torch.float32 if param.requires_grad else torch.bfloat16), name
+        wide = param.requires_grad or ("fp32_lm_head" in fsdp and not name.startswith("layers."))
+        assert param.dtype == (torch.float32 if wide else torch.bfloat16), name
     assert all(row["mismatch/mismatch_logprob_abs_diff"] < 0.05 for row in rows)
     assert all(row["train_metrics/worker_0/step_avg_grad_norm"] > 0 for row in rows)
     kl = [row["train_metrics/worker_0/step_avg_ref_kl"] for row in rows]

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from tests.rl.trainer.test_worker import CLIP, PLAIN, loss_cfg, make_samples, make_worker, packs_of, weights
 from tests.train.helpers import worker_config, write_model
-from xtuner.v1.config import FSDPConfig, LoRAConfig
+from xtuner.v1.config import FSDPConfig, LoRAConfig, MuonConfig
 from xtuner.v1.rl.loss import GRPOLossConfig, RolloutImportanceSampling
 from xtuner.v1.rl.trainer import TrainingWorker
 
@@ -84,6 +84,7 @@ def test_the_seed_makes_the_adapters(worker_of, model):
         ({"lora_cfg": LoRAConfig(target_modules=["qkv_proj"])}, "qkv_proj can have no adapter .* q_proj, k_proj"),
         ({"lora_cfg": LoRAConfig(target_modules=["lm_head"])}, "lm_head can have no adapter"),
         ({"fsdp_cfg": FSDPConfig(tp_size=2)}, "tp_size=2"),
+        ({"optim_cfg": MuonConfig()}, "optim_cfg is a MuonConfig, which is made for whole matrices"),
         ({"ref_model_fsdp_cfg": FSDPConfig()}, "ref_model_fsdp_cfg: with lora_cfg the reference is the policy"),
         ({"lora_cfg": LoRAConfig(dropout=0.1), "optimizer_steps": 2}, r"dropout=0.1: optimizer_steps > 1 compares"),
         (

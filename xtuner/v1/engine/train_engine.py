@@ -13,7 +13,7 @@ from xtuner.v1.config import FSDPConfig, LoRAConfig, LRConfig, OptimConfig
 from xtuner.v1.data_proto import PackedBatch, WeightBucket
 from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
-from xtuner.v1.model.lora import adapters_off, add_adapters, init_adapters
+from xtuner.v1.model.lora import adapted_targets, adapters_off, add_adapters, init_adapters
 from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.model.peft import ADAPTER_FOLDER, peft_tensors, save_peft_adapter
@@ -127,6 +127,14 @@ class TrainEngine:
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Forward only, float32 [N]."""
         return self.forward(batch)[0]
+
+    def describe_adapters(self) -> str:
+        """How many weights are trained, and where."""
+        trained, frozen = (
+            sum(p.numel() for p in self.model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
+        )
+        where = ", ".join(adapted_targets(self.model))
+        return f"LoRA: {trained:,} weights of adapters in {where} are trained, {frozen:,} stay as they are."
 
     def base_logprobs(self, batch: PackedBatch) -> Tensor:
         """`logprobs` of the model without its adapters."""

@@ -24,20 +24,27 @@ class _Part(NamedTuple):
 
 
 def lora_parts(bounds: list[int], rank: int) -> Iterator[_Part]:
-    """Adapter p writes the outputs [bounds[2p], bounds[2p + 1]); its own matrices lie one below the other."""
+    """Adapter p writes the outputs [bounds[2p], bounds[2p + 1]), in ascending order; matrices of the adapters lie one
+    below the other."""
     row = 0
     for p, (start, end) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
         yield _Part(slice(start, end), slice(p * rank, (p + 1) * rank), slice(row, row + end - start))
         row += end - start
 
 
+@torch.no_grad()
 def merge_lora(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, bounds: list[int], dtype: torch.dtype
 ) -> Tensor:
     """weight + scaling * B A in `dtype`, summed in float32. weight [O, I], lora_a [P * r, I], lora_b [rows, r]."""
-    merged = weight.to(dtype, copy=True)
+    merged = torch.empty_like(weight, dtype=dtype)
+    done = 0
     for part in lora_parts(bounds, lora_b.shape[1]):
-        merged[part.out] = torch.addmm(weight[part.out].float(), lora_b[part.b], lora_a[part.a], alpha=scaling)
+        merged[done : part.out.start] = weight[done : part.out.start]
+        # The sum is of the wider type, whatever type it is stored in.
+        torch.add(weight[part.out], lora_b[part.b] @ lora_a[part.a], alpha=scaling, out=merged[part.out])
+        done = part.out.stop
+    merged[done:] = weight[done:]
     return merged
 
 

@@ -118,10 +118,10 @@ class WorkerConfig(XTunerConfig):
                 raise ValueError(f"{where}.fsdp_cfg.{name}={size}: adapters are not cut that way; set 1 with lora_cfg.")
         if not isinstance(self.optim_cfg, AdamWConfig):
             raise ValueError(
-                f"{where}.optim_cfg is a {type(self.optim_cfg).__name__}, which is made for whole matrices, not for the "
-                "two factors of an adapter; use AdamWConfig with lora_cfg."
+                f"{where}.optim_cfg is a {type(self.optim_cfg).__name__}, which is made for whole matrices, not for "
+                "the two factors of an adapter; use AdamWConfig with lora_cfg."
             )
-        if self.ref_model_fsdp_cfg is not None and self.ref_load_from is None:
+        if self.ref_model_fsdp_cfg is not None and self.base_is_reference:
             raise ValueError(
                 f"{where}.ref_model_fsdp_cfg: with lora_cfg the reference is the policy without its adapters; remove "
                 "it, or give ref_load_from for a reference of its own."
@@ -140,6 +140,11 @@ class WorkerConfig(XTunerConfig):
                 f"{dropout}: recomputation would draw another mask; set fsdp_cfg.checkpoint_preserve_rng_state=True."
             )
         return self
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the policy without its adapters."""
+        return self.lora_cfg is not None and Path(self.ref_load_from or self.load_from) == Path(self.load_from)
 
     @property
     def zero_without_advantage(self) -> bool:

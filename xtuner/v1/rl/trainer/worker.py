@@ -25,6 +25,7 @@ from xtuner.v1.rl.loss import (
 )
 from xtuner.v1.rl.loss.metrics import mean_of, sum_of
 from xtuner.v1.rl.weight_update import push_in_process
+from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.device import (
     keep_freed_memory,
     memory_gib,
@@ -100,6 +101,8 @@ class TrainingWorker:
             sp_size=cfg.sp_size,
         )
         self.engine.load_hf(cfg.load_from)
+        if cfg.lora_cfg is not None and self.rank == 0:
+            get_logger().info(self.engine.describe_adapters())
         self.reference = self._build_reference() if cfg.loss_cfg.use_kl_loss else None
 
     def _join(self, host: str, port: int) -> None:
@@ -124,7 +127,7 @@ class TrainingWorker:
     def _build_reference(self) -> TrainEngine | None:
         """None where it is the policy without its adapters."""
         cfg = self.config
-        if cfg.lora_cfg is not None and Path(cfg.ref_load_from or cfg.load_from) == Path(cfg.load_from):
+        if cfg.base_is_reference:
             return None
         frozen = {"recompute_ratio": 0.0, "requires_grad": False, "cpu_offload": False}
         fsdp_cfg = cfg.ref_model_fsdp_cfg or FSDPConfig(**(cfg.fsdp_cfg.model_dump() | frozen))
