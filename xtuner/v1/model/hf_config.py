@@ -82,7 +82,7 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig | MoEMode
     if missing := [key for key in _REQUIRED if raw.get(key) is None]:
         raise ValueError(f"missing {', '.join(missing)}.")
     if quantization := raw.get("quantization_config"):
-        raise ValueError(_refuse_quantised(quantization.get("quant_method")))
+        raise ValueError(_why_not_quantised(quantization.get("quant_method")))
     if (act := raw.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"hidden_act={act!r} is not supported, only 'silu'.")
     values = {**_FAMILY_DEFAULTS[family], **{k: v for k, v in raw.items() if v is not None}}
@@ -118,7 +118,7 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> DenseModelConfig | MoEMode
     return DenseModelConfig(**common, intermediate_size=values["intermediate_size"], mlp_bias=mlp_bias)
 
 
-def _refuse_quantised(method: str | None) -> str:
+def _why_not_quantised(method: str | None) -> str:
     why = f"quantization_config: {method or 'quantised'} weights cannot be trained; use the original model."
     if method in _DEQUANTISERS:
         why += (
