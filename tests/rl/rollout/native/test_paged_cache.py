@@ -8,7 +8,7 @@ from xtuner.v1.rl.rollout.backends.native.paged_cache import PAGE, PagedCache, p
 
 
 def make_cache(pages: int, slots: int = 8, max_length: int = 6 * PAGE) -> PagedCache:
-    cache = PagedCache(2, 1, 4, torch.float32, torch.device("cpu"), slots, max_length)
+    cache = PagedCache(2, 1, 4, 3, torch.float32, torch.device("cpu"), slots, max_length)
     cache.set_budget(pages * PAGE * cache.row_bytes)
     cache.allocate()
     return cache
@@ -51,6 +51,7 @@ def test_shared_pages_stay_until_the_last_reader_goes():
 def test_copy_copies_all_layers_of_a_page():
     cache = make_cache(3)
     cache.keys(0)[0], cache.values(1)[0] = 1.5, 2.5
+    assert cache.keys(0).shape == (3, 1, PAGE, 4) and cache.values(1).shape == (3, 1, PAGE, 3)
     cache.keys(0)[2], cache.values(1)[2] = 0.0, 0.0
     cache.copy(np.array([[0, 2]]))
     assert (cache.keys(0)[2] == 1.5).all() and (cache.values(1)[2] == 2.5).all()

@@ -13,16 +13,17 @@ PAGE = 64
 class PagedCache:
     """Slot b holds the sequence whose pages `tables[b]` names. Equal prompts share all pages that are full.
 
-    A page has the rows of all layers: [layers, 2, Hkv, PAGE, D]. So the address of a layer's keys does not depend on
-    how many pages there are, and a page is copied in one piece. On CUDA the memory comes and goes at the same
-    addresses, which captured graphs keep.
+    A page has the rows of all layers: keys [Hkv, PAGE, D] and values [Hkv, PAGE, Dv] of the first, then of the next.
+    So the address of a layer's keys does not depend on how many pages there are, and a page is copied in one piece.
+    On CUDA the memory comes and goes at the same addresses, which captured graphs keep.
     """
 
     def __init__(
         self,
         num_layers: int,
         num_kv_heads: int,
-        head_dim: int,
+        key_dim: int,
+        value_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         max_slots: int,
@@ -30,8 +31,9 @@ class PagedCache:
     ) -> None:
         self.device, self.dtype = device, dtype
         self.max_length, self.max_slots = max_length, max_slots
-        self._shape = (num_layers, 2, num_kv_heads, PAGE, head_dim)
-        self._page_elements = int(np.prod(self._shape))
+        self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
+        self._layer_elements = num_kv_heads * PAGE * (key_dim + value_dim)
+        self._page_elements = num_layers * self._layer_elements
         self.row_bytes = self._page_elements * dtype.itemsize // PAGE
         self.tables = np.zeros((max_slots, -(-max_length // PAGE)), np.int32)
         self.counts = np.zeros(max_slots, np.int64)
@@ -71,7 +73,7 @@ class PagedCache:
             flat = self._memory.map(size * self.dtype.itemsize).view(self.dtype)
         else:
             flat = torch.empty(size, dtype=self.dtype)
-        self._pool = flat.view(self.num_pages, *self._shape)
+        self._pool = flat.view(self.num_pages, self._page_elements)
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._readers = np.zeros(self.num_pages, np.int32)
         self.counts[:] = 0
@@ -85,13 +87,15 @@ class PagedCache:
 
     def keys(self, layer: int) -> Tensor:
         """[N, Hkv, PAGE, D], a view."""
-        assert self._pool is not None, "the cache is asleep"
-        return self._pool[:, layer, 0]
+        return self._part(layer * self._layer_elements, self._key_dim)
 
     def values(self, layer: int) -> Tensor:
-        """[N, Hkv, PAGE, D], a view."""
+        """[N, Hkv, PAGE, Dv], a view."""
+        return self._part(layer * self._layer_elements + self.num_heads * PAGE * self._key_dim, self._value_dim)
+
+    def _part(self, start: int, dim: int) -> Tensor:
         assert self._pool is not None, "the cache is asleep"
-        return self._pool[:, layer, 1]
+        return self._pool[:, start : start + self.num_heads * PAGE * dim].unflatten(1, (self.num_heads, PAGE, dim))
 
     # ---- pages ----
 
@@ -162,9 +166,8 @@ class PagedCache:
     def copy(self, pairs: np.ndarray) -> None:
         """Copy pages, [C, 2] from and to."""
         if len(pairs) and self._pool is not None:
-            pool = self._pool.view(self.num_pages, -1)
             sources, targets = torch.from_numpy(pairs).to(self.device).unbind(1)
-            pool.index_copy_(0, targets, pool.index_select(0, sources))
+            self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
 
     def _take(self, count: int) -> np.ndarray:
         if count > len(self._free):
