@@ -38,6 +38,12 @@ SHAPES = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 192, "dtype": "float32",
     },
+    # The demo's model three times as wide and with three times the layers: 10.8 M parameters.
+    "demo-10m": _QWEN3
+    | {
+        "vocab_size": 384, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96, "dtype": "float32",
+    },
     "tiny": _QWEN3
     | {
         "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
