@@ -58,7 +58,9 @@ class FSDPConfig(XTunerConfig):
     cpu_param_dtype: TorchDtype = torch.float32
     """Type of compute on a CPU, where bfloat16 is slower than float32 on most machines."""
     reduce_dtype: TorchDtype = torch.bfloat16
-    """Type in which gradients are summed over ranks. On a CPU: float32."""
+    """Type in which gradients are summed over ranks on an accelerator."""
+    cpu_reduce_dtype: TorchDtype = torch.float32
+    """The same on a CPU."""
     fp32_lm_head: bool = False
     """Compute embedding, final norm and head with float32 weights. Logits are float32 in either case. The native
     engine has weights of `RolloutConfig.dtype` there, so its log-probs differ a little more (see mismatch/*)."""

@@ -47,7 +47,7 @@ def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: ParallelMesh, device: 
         model.compile_layers()
     recompute_layers(model.layers, cfg, compiled)
     param_dtype = compute_dtype(cfg, device)
-    reduce_dtype = cfg.reduce_dtype if device.type == "cuda" else torch.float32
+    reduce_dtype = cfg.reduce_dtype if device.type == "cuda" else cfg.cpu_reduce_dtype
     offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     if next(adapted_layers(model), None) is not None:
