@@ -98,7 +98,8 @@ class _Matrices:
         cut = [i for i, p in enumerate(self.param.placements) if not p.is_replicate() and mesh.size(i) > 1]
         if len(cut) < 2:
             return mesh.get_group(cut[0]) if cut else None
-        return mesh[tuple(mesh.mesh_dim_names[i] for i in cut)]._flatten().get_group()
+        names = mesh.mesh_dim_names or ()
+        return mesh[tuple(names[i] for i in cut)]._flatten().get_group()
 
     @cached_property
     def blocks(self) -> list[list[tuple[slice, ...]]]:
@@ -107,6 +108,7 @@ class _Matrices:
             tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.local.shape, strict=True))
             for piece in local_pieces(self.param.detach(), self.order)
         ]
+        assert self.group is not None
         everyone: list[list[tuple[slice, ...]]] = [[]] * self.group.size()
         dist.all_gather_object(everyone, own, group=self.group)
         return everyone

@@ -19,10 +19,15 @@ from .placement import local_part
 class UpdateRule(Protocol):
     """How values change, given gradients and moments."""
 
-    moments: tuple[str, ...]
-    """Names of the moments, in the order of `Part.moments`."""
-    elementwise: bool
-    """Whether a parameter may be updated in runs of elements."""
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the moments, in the order of `Part.moments`."""
+        ...
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a parameter may be updated in runs of elements."""
+        ...
 
     def update(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         """One step, in place."""
@@ -109,6 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError("moments are saved and loaded by save_train_state and load_train_state.")
 
     def _whole(self, param: nn.Parameter, rule: UpdateRule) -> Part:
+        assert param.grad is not None
         state = self.state[param]
         kept = [state[name] for name in rule.moments]
         return Part(param, self._index[param], 0, local_part(param), local_part(param.grad), kept, state["step"])

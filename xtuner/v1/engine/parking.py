@@ -1,6 +1,6 @@
 """The device memory of a training engine, lent to the rollout engine beside it between its phases."""
 
-from collections import Counter
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -60,9 +60,10 @@ class Parking:
 
     def rates(self) -> dict[str, float]:
         """GB/s of the last way to the host and back; empty where nothing was copied between two memories."""
-        num_bytes, seconds = Counter[str](), Counter[str]()
-        for copy in (self._frozen, self._trained, self._moments):
-            for direction, spent in ({} if copy is None else copy.seconds()).items():
+        num_bytes: defaultdict[str, int] = defaultdict(int)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for copy in filter(None, (self._frozen, self._trained, self._moments)):
+            for direction, spent in copy.seconds().items():
                 num_bytes[direction] += copy.num_bytes
                 seconds[direction] += spent
         return {direction: num_bytes[direction] / 1e9 / spent for direction, spent in seconds.items()}

@@ -171,7 +171,7 @@ class _Scope:
         result = self.results.get(_memory(tensor)) if type(tensor) is Tensor else None
         if result is None or tensor._version != result.version or tensor.dtype != result.dtype:
             return _Kept(tensor, tensor._version)
-        return _Remade(result, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Remade(result, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
