@@ -5,6 +5,8 @@ keys and of values (Kwon et al. 2023, arXiv 2309.06180). Pages of a layer may li
 [B, P] names the pages of each sequence in order.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,15 @@ def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tenso
         )  # fmt: skip
 
 
+class SharedPages(NamedTuple):
+    """Which sequences begin with the same pages, so that these are read once for all of them."""
+
+    members: Tensor
+    """int32 [G, M]: rows that share their first pages; -1 fills up. A row is in one place at most."""
+    pages: Tensor
+    """int32 [B]: how many pages each row shares with its group; 0: none."""
+
+
 def paged_attention(
     q: Tensor,
     keys: Tensor,
@@ -38,32 +49,47 @@ def paged_attention(
     splits: int = 1,
     window: int | None = None,
     sinks: Tensor | None = None,
+    shared: SharedPages | None = None,
 ) -> Tensor:
     """Attention of the last token of each sequence to all tokens of it that are in the pages, itself included.
 
     q [B, Hq, D]; keys and values [N, Hkv, PAGE, D or Dv]; tables int32 [B, P]; lengths int32 [B], 0: a row that
     nobody needs, whose result is 0. Returns [B, Hq, Dv]. `splits`: parts of the keys that go to programs of their
     own, for batches that do not fill the device. `window`: keys seen, the own one included. `sinks` [Hq]: a score
-    that takes weight and gives no value.
+    that takes weight and gives no value. `shared` does not change the result and does not go with a window.
     """
     batch, num_q, dim = q.shape
     num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
+    if window is not None:
+        shared = None
     out = q.new_empty(batch, num_q, dim_v)
     group = num_q // num_kv
-    tile = max(16, triton.next_power_of_2(group))
-    parts = out if splits == 1 else q.new_empty(splits, batch, num_q, dim_v, dtype=torch.float32)
-    lse = q.new_empty(splits, batch, num_q, dtype=torch.float32)
+    first = 0 if shared is None else 1
+    count = first + splits
+    parts = out if count == 1 else q.new_empty(count, batch, num_q, dim_v, dtype=torch.float32)
+    lse = q.new_empty(count, batch, num_q, dtype=torch.float32)
+    common = {
+        "NUM_Q": num_q, "GROUP": group, "PAGE": page, "D": dim, "DV": dim_v,
+        "BLOCK": triton.next_power_of_2(dim), "BLOCK_V": triton.next_power_of_2(dim_v),
+        "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
+    q = q.contiguous()
+    strides = (tables.stride(0), keys.stride(0), values.stride(0))
+    if shared is not None:
+        members = shared.members.shape[1]
+        _attend_shared[(shared.members.shape[0], num_kv)](
+            q, keys, values, tables, shared.members, shared.pages, parts, lse, scale, *strides,
+            MEMBERS=members, TILE=max(16, triton.next_power_of_2(group * members)), **common,
+        )  # fmt: skip
     _attend[(batch, num_kv, splits)](
-        q.contiguous(), keys, values, tables, lengths, parts, lse, sinks, scale, tables.stride(0),
-        keys.stride(0), values.stride(0),
-        NUM_Q=num_q, GROUP=group, TILE=tile, PAGE=page, D=dim, DV=dim_v,
-        BLOCK=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(dim_v),
-        SPLITS=splits, WINDOW=window or 0, SINKS=sinks is not None and splits == 1, num_warps=4, num_stages=3,
+        q, keys, values, tables, lengths, None if shared is None else shared.pages, parts, lse, sinks, scale, *strides,
+        TILE=max(16, triton.next_power_of_2(group)), FIRST=first, COUNT=count, SPLITS=splits, WINDOW=window or 0,
+        SINKS=sinks is not None and count == 1, **common,
     )  # fmt: skip
-    if splits > 1:
+    if count > 1:
         _join[(batch, num_q)](
-            parts, lse, sinks, out, NUM_Q=num_q, DV=dim_v, BLOCK_V=triton.next_power_of_2(dim_v),
-            SPLITS=splits, TILE=triton.next_power_of_2(splits), SINKS=sinks is not None, num_warps=1,
+            parts, lse, sinks, out, NUM_Q=num_q, DV=dim_v, BLOCK_V=common["BLOCK_V"],
+            COUNT=count, TILE=triton.next_power_of_2(count), SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -88,18 +114,20 @@ def _store(
 
 @triton.jit
 def _attend(
-    q, keys, values, tables, lengths, out, lse, sinks, scale, table_stride, key_page, value_page,
+    q, keys, values, tables, lengths, shared_pages, out, lse, sinks, scale, table_stride, key_page, value_page,
     NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, one head of keys with its group of query heads, one part of the pages; online softmax."""
+    """One sequence, one head of keys with its group of query heads, one part of its own pages; online softmax."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     pages = tl.cdiv(length, PAGE)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // PAGE
+    if FIRST > 0:
+        first = tl.load(shared_pages + row)
     share = tl.cdiv(pages - first, SPLITS)
     begin = first + part * share
     end = tl.minimum(begin + share, pages)
@@ -146,19 +174,73 @@ def _attend(
         result = result * shrink[:, None]
         peak = new_peak
     result = result / tl.maximum(total, 1e-30)[:, None]
-    out_row = (part * tl.num_programs(0) + row).to(tl.int64) * NUM_Q + head * GROUP + member
+    out_row = ((FIRST + part) * tl.num_programs(0) + row).to(tl.int64) * NUM_Q + head * GROUP + member
     tl.store(
         out + out_row[:, None] * DV + column_v[None, :], result.to(out.dtype.element_ty),
         mask=(member[:, None] < GROUP) & (column_v[None, :] < DV),
     )  # fmt: skip
-    if SPLITS > 1:
-        tl.store(lse + out_row, peak + tl.log(tl.maximum(total, 1e-30)), mask=member < GROUP)
+    if COUNT > 1:
+        norm = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), _LOW)
+        tl.store(lse + out_row, norm, mask=member < GROUP)
+    if FIRST > 0:
+        if (part == 0) & (first == 0):
+            tl.store(lse + query_row, tl.full((TILE,), _LOW, tl.float32), mask=member < GROUP)
+
+
+@triton.jit
+def _attend_shared(
+    q, keys, values, tables, members, shared_pages, out, lse, scale, table_stride, key_page, value_page,
+    NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The query heads of all members of a group against the pages that they share; part 0 of the result."""
+    place = tl.program_id(0) * MEMBERS
+    leader = tl.load(members + place)
+    if leader >= 0:
+        head = tl.program_id(1)
+        index = tl.arange(0, TILE)
+        known = index < MEMBERS * GROUP
+        row = tl.load(members + place + index // GROUP, mask=known, other=-1)
+        known = known & (row >= 0)
+        query_row = row * NUM_Q + head * GROUP + index % GROUP
+        column = tl.arange(0, BLOCK)
+        column_v = tl.arange(0, BLOCK_V)
+        offset = tl.arange(0, PAGE)
+        query = tl.load(
+            q + query_row[:, None] * D + column[None, :], mask=known[:, None] & (column[None, :] < D), other=0.0
+        )
+        peak = tl.full((TILE,), _LOW, tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
+        result = tl.zeros((TILE, BLOCK_V), tl.float32)
+        for number in range(0, tl.load(shared_pages + leader)):
+            page = tl.load(tables + leader * table_stride + number).to(tl.int64)
+            key = tl.load(
+                keys + page * key_page + (head * PAGE + offset)[None, :] * D + column[:, None],
+                mask=column[:, None] < D, other=0.0,
+            )  # fmt: skip
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shrink = tl.exp(peak - new_peak)
+            weights = tl.exp(scores - new_peak[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            value = tl.load(
+                values + page * value_page + (head * PAGE + offset)[:, None] * DV + column_v[None, :],
+                mask=column_v[None, :] < DV, other=0.0,
+            )  # fmt: skip
+            result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            peak = new_peak
+        result = result / tl.maximum(total, 1e-30)[:, None]
+        tl.store(
+            out + query_row[:, None].to(tl.int64) * DV + column_v[None, :], result.to(out.dtype.element_ty),
+            mask=known[:, None] & (column_v[None, :] < DV),
+        )  # fmt: skip
+        tl.store(lse + query_row, peak + tl.log(tl.maximum(total, 1e-30)), mask=known)
 
 
 @triton.jit
 def _join(
     parts, lse, sinks, out,
-    NUM_Q: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    NUM_Q: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of the parts' results, weights by their normalisers."""
@@ -166,19 +248,19 @@ def _join(
     stride = tl.num_programs(0).to(tl.int64) * NUM_Q
     part = tl.arange(0, TILE)
     column = tl.arange(0, BLOCK_V)
-    norm = tl.load(lse + part * stride + row, mask=part < SPLITS, other=_LOW)
+    norm = tl.load(lse + part * stride + row, mask=part < COUNT, other=_LOW)
     peak = tl.max(norm, 0)
     sink = peak
     if SINKS:
         sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
         peak = tl.maximum(peak, sink)
-    weight = tl.where(part < SPLITS, tl.exp(norm - peak), 0.0)
+    weight = tl.where((part < COUNT) & (norm > _LOW), tl.exp(norm - peak), 0.0)
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp(sink - peak)
     value = tl.load(
         parts + (part[:, None] * stride + row) * DV + column[None, :],
-        mask=(part[:, None] < SPLITS) & (column[None, :] < DV), other=0.0,
+        mask=(weight[:, None] > 0.0) & (column[None, :] < DV), other=0.0,
     )  # fmt: skip
-    result = tl.sum(value * weight[:, None], 0) / total
+    result = tl.sum(value * weight[:, None], 0) / tl.maximum(total, 1e-30)
     tl.store(out + row * DV + column, result.to(out.dtype.element_ty), mask=column < DV)

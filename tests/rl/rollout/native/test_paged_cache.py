@@ -74,6 +74,17 @@ def test_growth_may_pass_several_pages_at_once():
     assert len(set(pages(cache, 0))) == 4
 
 
+def test_groups_name_those_who_still_share_pages():
+    cache = make_cache(60, slots=16)
+    cache.claim(np.array([0] * 10 + [1, 1, 2, 3]), np.array([2 * PAGE + 1, PAGE - 1, PAGE, PAGE]))
+    members, shared = cache.shared()
+    assert members.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, -1, -1, -1, -1, -1, -1]]
+    assert shared.tolist() == [2] * 10 + [0] * 4
+    cache.release([9, 0], [12, 13][1:], [0])
+    members, shared = cache.shared()
+    assert members.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]] and shared.tolist() == [0] + [2] * 8 + [0] * 3
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_page_is_lost_or_used_twice_whatever_comes_and_goes(seed):
     rng = np.random.default_rng(seed)
@@ -105,6 +116,11 @@ def test_no_page_is_lost_or_used_twice_whatever_comes_and_goes(seed):
             lengths = [n + 1 for n in lengths]
         used = [pages(cache, slot) for slot in range(cache.running)]
         assert len({p for row in used for p in row}) == 40 - cache.free_pages
+        members, shared = cache.shared()
+        for group in members:
+            slots = group[group >= 0]
+            common = cache.tables[slots, : shared[slots[0]]]
+            assert len(slots) > 1 and common.size and (common == common[0]).all()
         # What comes after the prompt's full pages is nobody else's.
         private = [p for row, prompt in zip(used, prompts, strict=True) for p in row[prompt // PAGE :]]
         assert len(private) == len(set(private))

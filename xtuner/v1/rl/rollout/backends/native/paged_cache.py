@@ -8,6 +8,8 @@ from xtuner.v1.utils.stable_memory import StableMemory
 
 PAGE = 64
 """Tokens a page: one tile of the attention kernel."""
+MEMBERS = 8
+"""Sequences that read their common pages at once: with two query heads a head of keys they fill a tile."""
 
 
 class PagedCache:
@@ -38,6 +40,11 @@ class PagedCache:
         self.tables = np.zeros((max_slots, -(-max_length // PAGE)), np.int32)
         self.counts = np.zeros(max_slots, np.int64)
         """Pages of each slot."""
+        self._group = np.zeros(max_slots, np.int64)
+        """Which slots came in with equal prompts: the same number."""
+        self._shared = np.zeros(max_slots, np.int32)
+        """Pages that a slot may have in common with its group."""
+        self._groups = 0
         self.num_pages = 0
         self.running = 0
         """Slots in use: [0, running)."""
@@ -133,6 +140,9 @@ class PagedCache:
             first_seen.add(prompt)
             self.tables[slot, : pages.size] = pages
             self.counts[slot] = pages.size
+        new = slice(self.running, self.running + len(which))
+        self._group[new], self._shared[new] = self._groups + which, lengths[which] // PAGE
+        self._groups += len(lengths)
         self.running += len(which)
         self.changed = self.recomposed = True
         return own, np.array(copies, np.int64).reshape(-1, 2)
@@ -150,13 +160,27 @@ class PagedCache:
             self.changed = True
         return True
 
+    def shared(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots with common pages, int32 [G, MEMBERS], -1 fills up; and how many pages each running slot has in
+        common with others, int32 [running]."""
+        pages = np.zeros(self.running, np.int32)
+        members: list[np.ndarray] = []
+        order = np.argsort(self._group[: self.running], kind="stable")
+        borders = np.flatnonzero(np.diff(self._group[order])) + 1
+        for group in np.split(order, borders):
+            for slots in np.split(group, range(MEMBERS, len(group), MEMBERS)):
+                if len(slots) > 1 and self._shared[slots[0]]:
+                    pages[slots] = self._shared[slots[0]]
+                    members.append(np.pad(slots, (0, MEMBERS - len(slots)), constant_values=-1))
+        return np.array(members, np.int32).reshape(-1, MEMBERS), pages
+
     def release(self, slots: list[int], sources: list[int], targets: list[int]) -> None:
         """Give the pages of `slots` back; then slots `sources` move to `targets`."""
         for slot in slots:
             pages = self.tables[slot, : self.counts[slot]]
             self._readers[pages] -= 1
             self._free.extend(pages[self._readers[pages] == 0].tolist())
-        for array in (self.tables, self.counts):
+        for array in (self.tables, self.counts, self._group, self._shared):
             array[targets] = array[sources]
         self.running -= len(slots)
         self.counts[self.running : self.running + len(slots)] = 0
