@@ -2,15 +2,19 @@
 
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from xtuner.v1.data_proto.packed import SegmentLayout
 
+from .cpu import takes_cpu_kernels
 from .flash_attention import FlashAttention
 from .padded_attention import PaddedAttention
+
+if TYPE_CHECKING:
+    from .cpu_attention import CpuAttention
 
 
 class AttentionContext(Protocol):
@@ -68,7 +72,7 @@ class PackedAttention:
     """Attention of a whole pack at once, for training and prefill.
 
     Index tensors are made once a pack and serve all its layers. Half precision on CUDA takes the flash kernels,
-    everything else padded rectangles.
+    float32 on a CPU those of Numba, everything else padded rectangles.
     """
 
     def __init__(self, layout: SegmentLayout, device: torch.device | str) -> None:
@@ -87,11 +91,19 @@ class PackedAttention:
         """See `AttentionContext`."""
         if self._device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
             return self._flash.attend(q, k, v, scale, window, sinks)
+        if window is None and sinks is None and takes_cpu_kernels(q, k, v):
+            return self._cpu.attend(q, k, v, scale)
         return self._padded.attend(q, k, v, scale, window, sinks)
 
     @cached_property
     def _flash(self) -> FlashAttention:
         return FlashAttention(self._layout, self._device)
+
+    @cached_property
+    def _cpu(self) -> "CpuAttention":
+        from .cpu_attention import CpuAttention
+
+        return CpuAttention(self._layout)
 
     @cached_property
     def _padded(self) -> PaddedAttention:

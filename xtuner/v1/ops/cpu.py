@@ -1,6 +1,9 @@
-"""Whether kernels for CPUs are at hand."""
+"""Whether kernels for CPUs are at hand, and for what."""
 
 from functools import cache
+
+import torch
+from torch import Tensor, nn
 
 from xtuner.v1.utils import get_logger
 
@@ -14,3 +17,13 @@ def cpu_kernels_available() -> bool:
         get_logger().warning(f"CPU kernels are off ({error}); `pip install numba` makes small models on a CPU faster.")
         return False
     return True
+
+
+def takes_cpu_kernels(*tensors: Tensor | None) -> bool:
+    """Whether the kernels read these: plain float32 tensors in host memory, and no compiler at work on them."""
+    for tensor in tensors:
+        if tensor is not None and not (
+            tensor.device.type == "cpu" and tensor.dtype == torch.float32 and type(tensor) in (Tensor, nn.Parameter)
+        ):
+            return False
+    return not torch.compiler.is_compiling() and cpu_kernels_available()

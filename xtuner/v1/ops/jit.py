@@ -25,9 +25,12 @@ def _prefer_widest_vectors() -> None:
 
 
 def _keep_compiled_kernels() -> None:
-    """Numba renews what it compiled when a kernel's file changes, but not when this one does: hence a folder for it."""
+    """Numba renews what it compiled when a kernel's file changes, but not when one it imports does: hence a folder for
+    every version of those."""
     if "NUMBA_CACHE_DIR" not in os.environ:
-        digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+        here = Path(__file__).parent
+        shared = [*sorted(here.glob("jit*.py")), here / "simd.py", here / "threads.py"]
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()[:16]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         numba.config.CACHE_DIR = str(root / "xtuner" / "kernels" / digest)
 
@@ -44,9 +47,15 @@ _keep_compiled_kernels()
 _OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "error_model": "numpy"}
 
 
-def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
-    """Compile at the first call, once a machine, without the interpreter's lock. Infinities and NaNs stay exact."""
-    compiled = numba.njit(nogil=True, cache=True, parallel=parallel, **_OPTIONS)
+def kernel(
+    function: Callable[..., Any] | None = None, *, parallel: bool = False, makes_arrays: bool = True
+) -> Any:  # fmt: skip
+    """Compile at the first call, once a machine, without the interpreter's lock. Infinities and NaNs stay exact.
+
+    makes_arrays False: nor does it count references to arrays, which costs a call more than a few hundred numbers,
+    and several threads that count the same ones much more.
+    """
+    compiled = numba.njit(nogil=True, cache=True, parallel=parallel, _nrt=makes_arrays, **_OPTIONS)
     return compiled if function is None else compiled(function)
 
 

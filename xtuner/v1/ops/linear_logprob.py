@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .cpu import cpu_kernels_available
+
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden [N, D] times weight [V, D] transposed, in float32 [N, V], whatever the inputs' type."""
@@ -23,8 +25,8 @@ def linear_logprob(
 
     hidden [N, D], weight [V, D], labels int64 [N] all in [0, V), inv_temperature float32 [N]. Returns float32
     [N] and float32 [N] or None, both differentiable in hidden and weight. At most `chunk_size` rows of logits
-    exist at a time, in the backward too, where they are computed again. N = 0 gives empty results that still
-    carry a (zero) gradient, so that every rank takes part in the collectives of a backward.
+    exist at a time, in the backward too, where those of several chunks are computed again. N = 0 gives empty
+    results that still carry a (zero) gradient, so that every rank takes part in the collectives of a backward.
     """
     # The kernels walk plain memory; an expanded temperature or gradient has none of its own.
     labels, inv_temperature = labels.contiguous(), inv_temperature.contiguous()
@@ -41,6 +43,7 @@ class _LinearLogprob(torch.autograd.Function):
         logprobs, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(2))
         entropy = torch.empty(n if with_entropy else 0, dtype=torch.float32, device=hidden.device)
         row_statistics, _ = _kernels(hidden)
+        logits = None
         for rows in _chunks(n, chunk_size):
             logits = head_logits(hidden[rows], weight)
             logprobs[rows], lse[rows], entropy_rows = row_statistics(
@@ -50,6 +53,7 @@ class _LinearLogprob(torch.autograd.Function):
                 entropy[rows] = entropy_rows
         ctx.save_for_backward(hidden, weight, labels, inv_temperature, lse, entropy)
         ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
+        ctx.logits = logits if n <= chunk_size else None
         return logprobs, entropy
 
     @staticmethod
@@ -61,7 +65,8 @@ class _LinearLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         _, logits_gradient = _kernels(hidden)
         for rows in _chunks(labels.numel(), ctx.chunk_size):
-            logits = head_logits(hidden[rows], weight)
+            logits = head_logits(hidden[rows], weight) if ctx.logits is None else ctx.logits
+            ctx.logits = None  # the gradient takes their place
             entropy_parts = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else (None, None)
             grad = logits_gradient(
                 logits, labels[rows], inv_temperature[rows], lse[rows], entropy_parts[0],
@@ -83,14 +88,18 @@ def _kernels(hidden: Tensor) -> tuple[Callable, Callable]:
         from . import logprob_kernels
 
         return logprob_kernels.row_statistics, logprob_kernels.logits_gradient
+    if cpu_kernels_available():
+        from . import cpu_logprob
+
+        return cpu_logprob.row_statistics, cpu_logprob.logits_gradient
     return reference_row_statistics, reference_logits_gradient
 
 
 def reference_row_statistics(
     logits: Tensor, labels: Tensor, inv_temperature: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob of the label, log-sum-exp, and entropy, [N] each. Overwrites the logits."""
-    logits.mul_(inv_temperature[:, None])
+    """Log-prob of the label, log-sum-exp, and entropy, [N] each."""
+    logits = logits * inv_temperature[:, None]
     label_logits = logits.gather(1, labels[:, None]).squeeze(1)
     log_p = torch.log_softmax(logits, dim=-1)
     logprobs = log_p.gather(1, labels[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""Packed attention in padded rectangles, for CPUs and for float32."""
+"""Packed attention in padded rectangles, for what the kernels do not take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,6 @@ from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .gather import RowIndex, gather_rows
 from .sink_attention import sink_attention
-
-# Up to this many keys a CPU is faster with all scores of a block in memory, and they are no more than a few
-# times the queries themselves.
-_MAX_EAGER_KEYS = 128
 
 
 class PaddedAttention:
@@ -76,10 +72,6 @@ class PaddedAttention:
             q, k, v = q.view(n, heads, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, v_dim)
             mask = self._mask(i, q.dtype, window).unsqueeze(1)
             return sink_attention(q, k, v, mask, scale, sinks).view(-1, v_dim)
-        if self._device.type == "cpu" and lk <= _MAX_EAGER_KEYS:
-            # The query heads that share keys are one taller matrix.
-            q, k, v = (t.view(n * heads, -1, t.shape[-1]) for t in (q, k, v))
-            return _EagerAttention.apply(q, k, v, self._mask(i, q.dtype, window), scale).view(-1, v_dim)
         q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, v_dim)
         causal = block.prefix_length is None and window is None
         mask = None if causal else self._mask(i, torch.bool, window)
@@ -113,34 +105,6 @@ class PaddedAttention:
                 q_index.inverse().to(self._device),
             )
         return self._indices[num_q, num_kv]
-
-
-class _EagerAttention(torch.autograd.Function):
-    """Softmax attention with its probabilities kept for the backward.
-
-    q [N, G * Lq, D], k [N, Lk, D], v [N, Lk, Dv], mask [B or 1, 1, Lq, Lk] to be added, N a multiple of B.
-    Returns [N, G * Lq, Dv].
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, mask, scale):
-        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-        batch = q.shape[0] if mask.shape[0] == 1 else mask.shape[0]
-        probs = scores.view(batch, -1, *mask.shape[2:]).add_(mask).softmax(-1).view(scores.shape)
-        ctx.save_for_backward(q, k, v, probs)
-        ctx.scale = scale
-        return torch.bmm(probs, v)
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, probs = ctx.saved_tensors
-        grad_v = torch.bmm(probs.transpose(1, 2), grad)
-        grad_probs = torch.bmm(grad, v.transpose(1, 2))
-        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        none = q.new_empty(1, 1, 1)
-        grad_q = torch.baddbmm(none, grad_scores, k, beta=0, alpha=ctx.scale)
-        grad_k = torch.baddbmm(none, grad_scores.transpose(1, 2), q, beta=0, alpha=ctx.scale)
-        return grad_q, grad_k, grad_v, None, None
 
 
 @dataclass(frozen=True, slots=True)

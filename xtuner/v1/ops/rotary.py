@@ -11,23 +11,14 @@ class RotaryTable:
     tuples and dataclasses too, and half precision is too coarse for angles.
     """
 
-    __slots__ = ("_whole", "cos", "sin")
+    __slots__ = ("cos", "sin")
 
-    def __init__(self, cos: Tensor, sin: Tensor, whole: tuple[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
-        self._whole = whole
-
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of every place of a head, [T, 1, D] each: x * cos + swapped halves of x * sin."""
-        if self._whole is None:
-            self._whole = torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1)
-        return self._whole
 
     def rows(self, index: Tensor) -> "RotaryTable":
         """The table of rows int64 [R]."""
-        cos, sin = (t.index_select(0, index) for t in self.whole())
-        half = self.cos.shape[-1]
-        return RotaryTable(cos[..., :half], sin[..., half:], (cos, sin))
+        return RotaryTable(self.cos.index_select(0, index), self.sin.index_select(0, index))
 
 
 def rotary_table(position_ids: Tensor, inv_freq: Tensor, scale: float = 1.0) -> RotaryTable:
@@ -47,18 +38,3 @@ def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
 def apply_rotary_interleaved(x: Tensor, table: RotaryTable) -> Tensor:
     """Rotate the pairs (2 i, 2 i + 1) of each head; they come out at (i, i + D/2), which no score can tell."""
     return apply_rotary(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), table)
-
-
-def rotate_whole(x: Tensor, table: RotaryTable) -> Tensor:
-    """The same in three operations, for float32 and no gradients."""
-    cos, sin = table.whole()
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def rotate_into(out: Tensor, x: Tensor, table: RotaryTable, inverse: bool = False) -> None:
-    """out = x rotated, or rotated back, which is also the rotation's gradient. Not recorded; out is not x."""
-    first, second = x.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
-    sign = -1 if inverse else 1
-    torch.mul(first, table.cos, out=out_first).addcmul_(second, table.sin, value=-sign)
-    torch.mul(second, table.cos, out=out_second).addcmul_(first, table.sin, value=sign)

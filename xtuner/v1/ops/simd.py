@@ -118,6 +118,17 @@ def _emit_total(builder: ir.IRBuilder, x: Any) -> Any:
     return _call(builder, "vector.reduce.fadd", _FLOAT, ir.Constant(_FLOAT, -0.0), x, flags=("reassoc",))
 
 
+def _emit_largest(builder: ir.IRBuilder, x: Any) -> Any:
+    # LLVM's own maximum of a vector goes number by number, because of NaNs.
+    width = LANES
+    while width > 1:
+        width //= 2
+        order = ir.Constant(_INTS, [(lane + width) % LANES for lane in range(LANES)])
+        other = builder.shuffle_vector(x, x, order)
+        x = builder.select(builder.fcmp_ordered("<", x, other), other, x)
+    return builder.extract_element(x, ir.Constant(_INT, 0))
+
+
 @intrinsic
 def splat(context: Any, number: Any) -> Any:
     """The number in every lane."""
@@ -161,8 +172,8 @@ def power_of_two(context: Any, n: Any) -> Any:
 
 @intrinsic
 def largest(context: Any, x: Any) -> Any:
-    """The largest lane; of those that are no NaN."""
-    return types.float32(vector), _of(lambda builder, x: _call(builder, "vector.reduce.fmax", _FLOAT, x))
+    """The largest lane; anything where one is NaN."""
+    return types.float32(vector), _of(_emit_largest)
 
 
 @intrinsic

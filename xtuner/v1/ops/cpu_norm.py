@@ -1,0 +1,123 @@
+"""Numba kernels of the root-mean-square norm, alone and behind an addition: one pass over the rows each."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .jit import kernel
+from .threads import num_threads, run_blocks, sum_rows
+
+_ROWS = 64
+"""Rows that one thread takes at a time, and whose share of the weight's gradient is summed first."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] and weight [H], float32; returns x's shape."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual and its norm, [..., H] each."""
+    return _AddRMSNorm.apply(x, residual, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        x, y, inverse = x.contiguous(), torch.empty(x.shape), torch.empty(x.shape[:-1])
+        rows, scale = _rows(x), _numpy(weight)
+        _forward(rows, rows, rows, scale, np.float32(eps), _rows(y), _numpy(inverse.view(-1)), False, num_threads())
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *_gradients(*ctx.saved_tensors, grad, None), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        x, residual = x.contiguous(), residual.contiguous()
+        whole, y, inverse = torch.empty(x.shape), torch.empty(x.shape), torch.empty(x.shape[:-1])
+        _forward(
+            _rows(x), _rows(residual), _rows(whole), _numpy(weight), np.float32(eps), _rows(y),
+            _numpy(inverse.view(-1)), True, num_threads(),
+        )  # fmt: skip
+        ctx.save_for_backward(whole, weight, inverse)
+        return whole, y
+
+    @staticmethod
+    def backward(ctx, grad_whole, grad):
+        grad_x, grad_weight = _gradients(*ctx.saved_tensors, grad, grad_whole)
+        return grad_x, grad_x, grad_weight, None
+
+
+def _gradients(x: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of x, plus `more`, and of the weight."""
+    grad, grad_x, grad_weight = grad.contiguous(), torch.empty(x.shape), torch.empty(weight.shape)
+    addend = grad if more is None else more.contiguous()
+    _backward(
+        _rows(grad), _rows(addend), _rows(x), _numpy(weight), _numpy(inverse.view(-1)), _rows(grad_x),
+        _numpy(grad_weight), more is not None, num_threads(),
+    )  # fmt: skip
+    return grad_x, grad_weight
+
+
+def _rows(x: Tensor) -> np.ndarray:
+    return _numpy(x.view(-1, x.shape[-1]))
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.detach().numpy()
+
+
+@kernel
+def _forward(x, residual, whole, weight, eps, y, inverse, add, threads):
+    arguments = (x, residual, whole, weight, eps, y, inverse, add)
+    run_blocks(_forward_block, (x.shape[0] + _ROWS - 1) // _ROWS, threads, arguments)
+
+
+@kernel
+def _forward_block(block, x, residual, whole, weight, eps, y, inverse, add):
+    size = x.shape[1]
+    for r in range(block * _ROWS, min(block * _ROWS + _ROWS, x.shape[0])):
+        if add:
+            for j in range(size):
+                whole[r, j] = x[r, j] + residual[r, j]
+        squares = np.float32(0)
+        for j in range(size):
+            squares += whole[r, j] * whole[r, j]
+        factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+        inverse[r] = factor
+        for j in range(size):
+            y[r, j] = whole[r, j] * factor * weight[j]
+
+
+@kernel
+def _backward(grad, addend, x, weight, inverse, grad_x, grad_weight, add, threads):
+    blocks = (x.shape[0] + _ROWS - 1) // _ROWS
+    partial = np.empty((blocks, x.shape[1]), np.float32)
+    run_blocks(_backward_block, blocks, threads, (grad, addend, x, weight, inverse, grad_x, partial, add))
+    sum_rows(partial, grad_weight)
+
+
+@kernel
+def _backward_block(block, grad, addend, x, weight, inverse, grad_x, partial, add):
+    """With y = x * inverse: d weight = sum(grad * y), d x = inverse * (grad * weight - y * mean(grad * weight * y))."""
+    size = x.shape[1]
+    for j in range(size):
+        partial[block, j] = 0
+    for r in range(block * _ROWS, min(block * _ROWS + _ROWS, x.shape[0])):
+        factor, mean = inverse[r], np.float32(0)
+        for j in range(size):
+            product = grad[r, j] * x[r, j] * factor
+            partial[block, j] += product
+            mean += product * weight[j]
+        mean *= factor / np.float32(size)
+        for j in range(size):
+            grad_x[r, j] = factor * (grad[r, j] * weight[j] - x[r, j] * mean)
+        if add:
+            for j in range(size):
+                grad_x[r, j] += addend[r, j]
+

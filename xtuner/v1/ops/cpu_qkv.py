@@ -1,0 +1,166 @@
+"""Numba kernels from the fused projection to rotated queries and keys, and values: one pass over the rows each."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .jit import kernel, scalar
+from .rotary import RotaryTable
+from .simd import LANES, fma, load, splat, store, total
+from .threads import num_threads, run_blocks, sum_rows
+
+_ROWS = 64
+"""Rows that one thread takes at a time, and whose shares of the weights' gradients are summed first."""
+
+
+def fits(table: RotaryTable, head_dim: int) -> bool:
+    """Whether the kernels know such heads: all of them rotated, in halves of whole vectors."""
+    half = table.cos.shape[-1]
+    return half * 2 == head_dim and half % LANES == 0
+
+
+def split_qkv(
+    qkv: Tensor,
+    num_q: int,
+    num_kv: int,
+    table: RotaryTable,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `qkv.split_qkv`, float32, for heads that `fits` allows."""
+    return _SplitQKV.apply(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
+
+
+class _SplitQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, num_q, num_kv, table, q_weight, k_weight, eps):
+        qkv = qkv.contiguous()
+        ctx.angles = [t.contiguous().view(t.shape[0], -1).numpy() for t in (table.cos, table.sin)]
+        head_dim = 2 * table.cos.shape[-1]
+        outputs = tuple(torch.empty(qkv.shape[0], heads, head_dim) for heads in (num_q, num_kv, num_kv))
+        inverse = torch.empty(qkv.shape[0], num_q + num_kv)
+        arrays = _arrays(qkv, *outputs, inverse, q_weight, k_weight)
+        _forward(*arrays, *ctx.angles, q_weight is not None, np.float32(eps), num_threads())
+        ctx.save_for_backward(qkv, inverse, q_weight, k_weight)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        qkv, inverse, q_weight, k_weight = ctx.saved_tensors
+        normed = q_weight is not None
+        grad_qkv, grad_weights = torch.empty_like(qkv), torch.empty(2, grads[0].shape[2])
+        arrays = _arrays(*(g.contiguous() for g in grads), qkv, inverse, q_weight, k_weight, grad_qkv, grad_weights)
+        _backward(*arrays, *ctx.angles, normed, num_threads())
+        return grad_qkv, None, None, None, *(grad_weights if normed else (None, None)), None
+
+
+def _arrays(*tensors: Tensor | None) -> list[np.ndarray]:
+    return [np.empty(0, np.float32) if t is None else t.detach().numpy() for t in tensors]
+
+
+@kernel
+def _forward(qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps, threads):
+    arguments = (qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps)
+    run_blocks(_forward_block, (qkv.shape[0] + _ROWS - 1) // _ROWS, threads, arguments)
+
+
+@kernel
+def _forward_block(block, qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps):
+    num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    for r in range(block * _ROWS, min(block * _ROWS + _ROWS, qkv.shape[0])):
+        start = r * qkv.shape[1]
+        for h in range(num_q):
+            place = (r * num_q + h) * dim
+            inverse[r, h] = _turn(qkv, start + h * dim, q, place, q_weight, cos, sin, r, normed, eps)
+        start += num_q * dim
+        for h in range(num_kv):
+            place = (r * num_kv + h) * dim
+            inverse[r, num_q + h] = _turn(qkv, start + h * dim, k, place, k_weight, cos, sin, r, normed, eps)
+        start += num_kv * dim
+        for j in range(0, num_kv * dim, LANES):
+            store(v, r * num_kv * dim + j, load(qkv, start + j))
+
+
+@scalar
+def _turn(source, place, target, goal, weight, cos, sin, row, normed, eps):
+    """Norm and rotate one head; returns 1 / rms."""
+    half = cos.shape[1]
+    inverse = np.float32(1)
+    if normed:
+        squares = splat(np.float32(0))
+        for d in range(0, 2 * half, LANES):
+            x = load(source, place + d)
+            squares = fma(x, x, squares)
+        inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(2 * half) + eps)
+    for d in range(0, half, LANES):
+        a, b = load(source, place + d), load(source, place + half + d)
+        if normed:
+            a, b = a * splat(inverse) * load(weight, d), b * splat(inverse) * load(weight, half + d)
+        c, s = load(cos, row * half + d), load(sin, row * half + d)
+        store(target, goal + d, a * c - b * s)
+        store(target, goal + half + d, b * c + a * s)
+    return inverse
+
+
+@kernel
+def _backward(
+    grad_q, grad_k, grad_v, qkv, inverse, q_weight, k_weight, grad_qkv, grad_weights, cos, sin, normed, threads
+):  # fmt: skip
+    blocks = (qkv.shape[0] + _ROWS - 1) // _ROWS
+    partial = np.zeros((2, blocks, grad_q.shape[2]), np.float32)
+    arguments = (
+        grad_q, grad_k, grad_v, qkv, inverse, q_weight, k_weight, grad_qkv, cos, sin, normed, partial[0], partial[1]
+    )  # fmt: skip
+    run_blocks(_backward_block, blocks, threads, arguments)
+    sum_rows(partial[0], grad_weights[0])
+    sum_rows(partial[1], grad_weights[1])
+
+
+@kernel
+def _backward_block(
+    block, grad_q, grad_k, grad_v, qkv, inverse, q_weight, k_weight, grad_qkv, cos, sin, normed, q_sums, k_sums
+):  # fmt: skip
+    num_q, num_kv, dim = grad_q.shape[1], grad_k.shape[1], grad_q.shape[2]
+    for r in range(block * _ROWS, min(block * _ROWS + _ROWS, qkv.shape[0])):
+        start = r * qkv.shape[1]
+        for h in range(num_q):
+            place = (r * num_q + h) * dim
+            _turn_back(
+                grad_q, place, qkv, start + h * dim, grad_qkv, inverse[r, h], q_weight, cos, sin, r, normed,
+                q_sums, block * dim,
+            )  # fmt: skip
+        start += num_q * dim
+        for h in range(num_kv):
+            place = (r * num_kv + h) * dim
+            _turn_back(
+                grad_k, place, qkv, start + h * dim, grad_qkv, inverse[r, num_q + h], k_weight, cos, sin, r, normed,
+                k_sums, block * dim,
+            )  # fmt: skip
+        start += num_kv * dim
+        for j in range(0, num_kv * dim, LANES):
+            store(grad_qkv, start + j, load(grad_v, r * num_kv * dim + j))
+
+
+@scalar
+def _turn_back(grad, place, source, goal, target, inverse, weight, cos, sin, row, normed, sums, sum_place):
+    """The gradient of `_turn`; adds the weight's to sums[sum_place:]. See `cpu_norm` for the norm's."""
+    half = cos.shape[1]
+    factor, product = splat(inverse), splat(np.float32(0))
+    for d in range(0, half, LANES):
+        c, s = load(cos, row * half + d), load(sin, row * half + d)
+        a, b = load(grad, place + d), load(grad, place + half + d)
+        a, b = a * c + b * s, b * c - a * s
+        if normed:
+            x, y = a * load(source, goal + d) * factor, b * load(source, goal + half + d) * factor
+            store(sums, sum_place + d, load(sums, sum_place + d) + x)
+            store(sums, sum_place + half + d, load(sums, sum_place + half + d) + y)
+            u, w = load(weight, d), load(weight, half + d)
+            product = fma(y, w, fma(x, u, product))
+            a, b = a * u, b * w
+        store(target, goal + d, a)
+        store(target, goal + half + d, b)
+    if normed:
+        mean = splat(total(product) * inverse / np.float32(2 * half))
+        for d in range(0, 2 * half, LANES):
+            store(target, goal + d, factor * (load(target, goal + d) - load(source, goal + d) * mean))
