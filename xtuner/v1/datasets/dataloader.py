@@ -1,6 +1,8 @@
 """Prompts without end, epoch after epoch, and where one is among them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,18 +27,18 @@ class PromptDataloader:
         self.position = 0
         """Prompts of this epoch that have been handed out."""
         self._datasets = list(datasets)
-        self._starts = np.cumsum([0, *(len(dataset) for dataset in datasets)])
+        self._starts = list(accumulate((len(dataset) for dataset in datasets), initial=0))
         self._order = self._order_of_epoch()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getitem__(self, i: int) -> RolloutState:
         """The i-th prompt in the order of the data, whatever the shuffle."""
         if not 0 <= i < len(self):
             raise IndexError(f"prompt {i} of {len(self)}")
-        dataset = int(np.searchsorted(self._starts, i, side="right")) - 1
-        return self._datasets[dataset][i - int(self._starts[dataset])]
+        dataset = bisect_right(self._starts, i) - 1
+        return self._datasets[dataset][i - self._starts[dataset]]
 
     @property
     def num_dropped(self) -> int:

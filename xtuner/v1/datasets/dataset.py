@@ -1,5 +1,7 @@
 """The prompts of one dataset: rows on the disk, found by number, tokenised when drawn."""
 
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ class JsonlDataset:
             np.concatenate([getattr(index, column) for index in indexes])
             for column in ("offsets", "line_numbers", "num_tokens")
         )
-        self._first_row_of_file = np.cumsum([0, *(len(index) for index in indexes)])
+        self._first_row_of_file = list(accumulate((len(index) for index in indexes), initial=0))
         self._rows = np.arange(len(self._offsets))
         if not len(self):
             raise ValueError(
@@ -46,7 +48,7 @@ class JsonlDataset:
 
     def __getitem__(self, i: int) -> RolloutState:
         row = int(self._rows[i])
-        file = self._files[int(np.searchsorted(self._first_row_of_file, row, side="right")) - 1]
+        file = self._files[bisect_right(self._first_row_of_file, row) - 1]
         try:
             return self._tokenize_fn(parse_json(file.read(int(self._offsets[row]))))
         except RowError as error:

@@ -1,5 +1,6 @@
 """From a sample to a request, and from an engine's answer back to the sample."""
 
+import functools
 import hashlib
 import math
 from typing import Any
@@ -54,7 +55,7 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
     """Write an answer into its sample. The ids are the engine's own; the text is for people and judgers."""
     params = state.sample_params
     ids = list(output.token_ids)
-    text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False)
+    text = decode(tokenizer, ids, params.skip_special_tokens)
     state.response = _cut_at_stop(text, params) if output.finish_reason == "stop" else text
     state.response_ids = ids
     state.logprobs = list(output.logprobs) if params.return_logprob else None
@@ -64,6 +65,24 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
     state.status = status_of_finish_reason(output.finish_reason)
     state.error_msg = output.error
     return state
+
+
+def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool) -> str:
+    """The text of `ids` as the tokenizer's `decode` gives it, nothing cleaned up."""
+    if _leaves_decoding_to_backend(type(tokenizer)):
+        # What `decode` does around this, a look at every id first of all, takes longer than the decoding.
+        return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+@functools.cache
+def _leaves_decoding_to_backend(tokenizer_class: type) -> bool:
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("decode", "_decode")
+    return issubclass(tokenizer_class, PreTrainedTokenizerFast) and all(
+        getattr(tokenizer_class, name, None) is getattr(PreTrainedTokenizerFast, name, ()) for name in names
+    )
 
 
 def _cut_at_stop(text: str, params: SampleParams) -> str:
