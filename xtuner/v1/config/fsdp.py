@@ -32,7 +32,8 @@ class FSDPConfig(XTunerConfig):
     """Fully sharded data parallel (FSDP2) and its companions."""
 
     tp_size: int = Field(1, ge=1)
-    """Tensor-parallel size."""
+    """Neighbouring ranks that hold pieces of every matrix of a layer (dense models). Divides query and key heads and
+    the MLP's width. It moves rows around every matrix, so keep it within a node; docs/scaling.md says when it pays."""
     ep_size: int = Field(1, ge=1)
     """Ranks that share out the experts of every layer; tokens travel to their experts and back. Divides the number of
     experts and that of workers. Needs a mixture of experts, tp_size=1 and no HSDP."""
@@ -71,7 +72,8 @@ class FSDPConfig(XTunerConfig):
     requires_grad: bool = True
     """False for a reference model, whose layers need no recomputation."""
     hsdp_sharding_size: int | None = Field(None, ge=1)
-    """Shard over groups of this size and replicate over the groups (HSDP). None: shard over all ranks."""
+    """Shard over groups of this size and replicate over the groups (HSDP). Ranks of sequence parallelism count, those
+    of tensor parallelism do not. None: shard over all ranks."""
 
     @model_validator(mode="after")
     def _hsdp_without_ep(self) -> "FSDPConfig":
