@@ -190,12 +190,13 @@ class TrainEngine:
         Every rank must iterate to the end: gathering is collective. One bucket is alive at a time.
         """
         self._check_awake()
-        bucket = WeightBucket({})
+        bucket, size = WeightBucket({}), 0
         for name, tensor in export_hf_tensors(self.model, dtype or self.compute_dtype):
             bucket.tensors[name] = tensor
-            if bucket.num_bytes >= bucket_bytes:
+            size += tensor.nbytes
+            if size >= bucket_bytes:
                 yield bucket
-                bucket = WeightBucket({})
+                bucket, size = WeightBucket({}), 0
         if bucket.tensors:
             yield bucket
 

@@ -14,7 +14,7 @@ from xtuner.v1.config import parse_dtype
 from xtuner.v1.utils import get_logger
 
 from .config import DenseModelConfig
-from .dense import DenseModel
+from .dense import DenseModel, ParamSlice
 from .hf_config import to_hf_config
 from .lora import LoRALinear
 from .row_order import RowOrder
@@ -118,12 +118,12 @@ def load_hf_model(model: DenseModel, path: str | Path) -> None:
     left, unexpected, mismatched, left_out = set(model.hf_params), [], [], 0
     stored = ((name, StoredTensor(shard, name)) for shard, names in _open_shards(Path(path)) for name in names)
     for name, tensor in stored:
-        if name not in model.hf_params:
+        if (place := model.hf_params.get(name)) is None:
             if _predicts_further(model, name):
                 left_out += 1
             elif not _ignorable(model, name):
                 unexpected.append(name)
-        elif tuple(tensor.shape) != (expected := _hf_shape(model, name)):
+        elif tuple(tensor.shape) != (expected := _hf_shape(place, model.get_parameter(place.param))):
             mismatched.append(f"{name} is {list(tensor.shape)}, expected {list(expected)}")
             left.discard(name)
         else:
@@ -145,12 +145,12 @@ def load_hf_tensor(model: DenseModel, name: str, tensor: Tensor | StoredTensor) 
         if _ignorable(model, name) or _predicts_further(model, name):
             return 0
         raise KeyError(f"{name!r} is no parameter of this {model.config.model_type} model.")
-    expected = _hf_shape(model, name)
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(expected)}.")
     place = model.hf_params[name]
+    param = model.get_parameter(place.param)
+    if tuple(tensor.shape) != (expected := _hf_shape(place, param)):
+        raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(expected)}.")
     rows = tensor if place.stack == 1 else tensor.flatten(0, 1)
-    copy_rows(model.get_parameter(place.param), rows, place.start, model.row_orders.get(place.param))
+    copy_rows(param, rows, place.start, model.row_orders.get(place.param))
     return tensor.numel()
 
 
@@ -206,7 +206,8 @@ def gather_whole(tensor: Tensor, order: RowOrder | None = None) -> Tensor:
         return tensor
     placements = list(tensor.placements)
     for dim, placement in enumerate(placements):
-        if not placement.is_replicate():  # outer dimensions cut last, so they are joined first, one at a time
+        # Outer dimensions cut last, so they are joined first, one at a time; one of size 1 has cut nothing.
+        if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1:
             placements[dim] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     whole = tensor.to_local()
@@ -235,8 +236,9 @@ def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[s
             full = module.merged_weight(dtype)
         else:
             # Cast before the gather: half the bytes travel.
-            kept = param_name in model.float32_names
-            param = model.get_parameter(param_name).detach().to(torch.float32 if kept else dtype)
+            wanted = torch.float32 if param_name in model.float32_names else dtype
+            param = module.get_parameter(leaf).detach()
+            param = param if param.dtype == wanted else param.to(wanted)
             full = gather_whole(param, model.row_orders.get(param_name))
         for name in names:
             place = model.hf_params[name]
@@ -244,9 +246,8 @@ def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[s
             yield name, rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
 
 
-def _hf_shape(model: DenseModel, name: str) -> tuple[int, ...]:
-    place = model.hf_params[name]
-    rows, rest = place.end - place.start, model.get_parameter(place.param).shape[1:]
+def _hf_shape(place: ParamSlice, param: Tensor) -> tuple[int, ...]:
+    rows, rest = place.end - place.start, param.shape[1:]
     return (rows, *rest) if place.stack == 1 else (place.stack, rows // place.stack, *rest)
 
 
