@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from xtuner.v1.model.hf import local_pieces
 from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.tensor_file import write_tensor_file
 
 from .frozen import check_frozen, describe_frozen
 from .optimizer import Optimizer
@@ -52,9 +52,7 @@ def save_train_state(
         pieces = local_pieces(tensor, engine.model.row_orders.get(name), values) if is_first_copy(tensor) else []
         for number, (local, offset) in enumerate(pieces):
             if local.numel():
-                # Two tensors of a file may not share memory.
-                copy = local.detach().to("cpu", copy=len(pieces) > 1).contiguous()
-                tensors[f"{kind}/{name}@{number}"] = copy
+                tensors[f"{kind}/{name}@{number}"] = local
                 where[f"{kind}/{name}@{number}"] = {"offset": offset, "shape": list(tensor.shape)}
     if with_optimizer and engine.optimizer is not None:
         for name, param in engine.model.named_parameters():
@@ -69,7 +67,7 @@ def save_train_state(
         "frozen": json.dumps(describe_frozen(engine)),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / f"rank-{rank:05d}-of-{world:05d}.safetensors", metadata=meta)
+    write_tensor_file(folder / f"rank-{rank:05d}-of-{world:05d}.safetensors", tensors, meta)
     dist.barrier()
 
 
