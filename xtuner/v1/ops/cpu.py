@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,3 +28,16 @@ def takes_cpu_kernels(*tensors: Tensor | None) -> bool:
         ):
             return False
     return not torch.compiler.is_compiling() and cpu_kernels_available()
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A tensor's memory, for a kernel."""
+    return tensor.detach().numpy()
+
+
+def copied(weight: Tensor | None) -> np.ndarray:
+    """A small parameter's content for a kernel, nothing for None.
+
+    FSDP frees parameters by resizing their memory, which torch refuses from the moment that NumPy has seen it.
+    """
+    return np.empty(0, np.float32) if weight is None else weight.detach().clone().numpy()

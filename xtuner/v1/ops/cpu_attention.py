@@ -8,6 +8,7 @@ from torch import Tensor
 
 from xtuner.v1.data_proto.packed import SegmentLayout
 
+from .cpu import array
 from .jit import kernel, scalar
 from .simd import LANES, exp_lanes, first, fma, larger, load, load_one, splat, store
 from .threads import num_threads, run_blocks
@@ -46,7 +47,7 @@ class _Attend(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, peaks, shares = (q.new_zeros(*q.shape[:2], *size) for size in ((v.shape[2],), (), ()))
         ctx.arguments = (*layout, np.float32(scale))
-        _forward(*_arrays(q, k, v, out, peaks, shares), *ctx.arguments, num_threads())
+        _forward(*map(array, (q, k, v, out, peaks, shares)), *ctx.arguments, num_threads())
         ctx.save_for_backward(q, k, v, out, peaks, shares)
         return out
 
@@ -54,12 +55,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad_out):
         saved = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in saved[:3]]
-        _backward(*_arrays(*saved, grad_out.contiguous(), *grads), *ctx.arguments, num_threads())
+        _backward(*map(array, (*saved, grad_out.contiguous(), *grads)), *ctx.arguments, num_threads())
         return *grads, None, None
-
-
-def _arrays(*tensors: Tensor) -> list[np.ndarray]:
-    return [t.detach().numpy() for t in tensors]
 
 
 @kernel

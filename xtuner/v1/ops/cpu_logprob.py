@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .cpu import array
 from .jit import exp, kernel
 from .simd import LANES, larger, largest, load, splat
 from .threads import num_threads, run_blocks
@@ -20,8 +21,8 @@ def row_statistics(
     logits float32 [N, V], contiguous.
     """
     logprobs, lse, entropy = torch.empty(3, logits.shape[0])
-    inputs = (logits.numpy(), labels.numpy(), inv_temperature.numpy())
-    _statistics(*inputs, logprobs.numpy(), lse.numpy(), entropy.numpy(), with_entropy, num_threads())
+    arrays = map(array, (logits, labels, inv_temperature, logprobs, lse, entropy))
+    _statistics(*arrays, with_entropy, num_threads())
     return logprobs, lse, entropy if with_entropy else None
 
 
@@ -37,9 +38,10 @@ def logits_gradient(
 ) -> Tensor:
     """Gradient of the logits [N, V] from that of the log-probs and, if there is one, the entropy. Overwrites them."""
     with_entropy = grad_entropy is not None
-    optional = (t.numpy() if t is not None else lse.numpy() for t in (entropy, grad_entropy))
-    inputs = (logits.numpy(), labels.numpy(), inv_temperature.numpy(), lse.numpy(), grad_logprobs.numpy())
-    _gradient(*inputs, *optional, with_entropy, num_threads())
+    optional = (t if t is not None else lse for t in (entropy, grad_entropy))
+    _gradient(
+        *map(array, (logits, labels, inv_temperature, lse, grad_logprobs, *optional)), with_entropy, num_threads()
+    )  # fmt: skip
     return logits.to(dtype)
 
 

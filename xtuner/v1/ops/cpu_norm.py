@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .cpu import array, copied
 from .jit import kernel
 from .threads import num_threads, run_blocks, sum_rows
 
@@ -24,9 +25,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        x, y, inverse = x.contiguous(), torch.empty(x.shape), torch.empty(x.shape[:-1])
-        rows, scale = _rows(x), _numpy(weight)
-        _forward(rows, rows, rows, scale, np.float32(eps), _rows(y), _numpy(inverse.view(-1)), False, num_threads())
+        x, y, inverse = x.contiguous(), torch.empty(x.shape), torch.empty(x.shape[:-1].numel())
+        rows = _rows(x)
+        _forward(
+            rows, rows, rows, copied(weight), np.float32(eps), _rows(y), array(inverse), False, num_threads()
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, inverse)
         return y
 
@@ -38,11 +41,11 @@ class _RMSNorm(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
-        x, residual = x.contiguous(), residual.contiguous()
-        whole, y, inverse = torch.empty(x.shape), torch.empty(x.shape), torch.empty(x.shape[:-1])
+        x, residual, inverse = x.contiguous(), residual.contiguous(), torch.empty(x.shape[:-1].numel())
+        whole, y = torch.empty(x.shape), torch.empty(x.shape)
         _forward(
-            _rows(x), _rows(residual), _rows(whole), _numpy(weight), np.float32(eps), _rows(y),
-            _numpy(inverse.view(-1)), True, num_threads(),
+            _rows(x), _rows(residual), _rows(whole), copied(weight), np.float32(eps), _rows(y), array(inverse), True,
+            num_threads(),
         )  # fmt: skip
         ctx.save_for_backward(whole, weight, inverse)
         return whole, y
@@ -58,18 +61,14 @@ def _gradients(x: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor, more: T
     grad, grad_x, grad_weight = grad.contiguous(), torch.empty(x.shape), torch.empty(weight.shape)
     addend = grad if more is None else more.contiguous()
     _backward(
-        _rows(grad), _rows(addend), _rows(x), _numpy(weight), _numpy(inverse.view(-1)), _rows(grad_x),
-        _numpy(grad_weight), more is not None, num_threads(),
+        _rows(grad), _rows(addend), _rows(x), copied(weight), array(inverse), _rows(grad_x), array(grad_weight),
+        more is not None, num_threads(),
     )  # fmt: skip
     return grad_x, grad_weight
 
 
 def _rows(x: Tensor) -> np.ndarray:
-    return _numpy(x.view(-1, x.shape[-1]))
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return x.detach().numpy()
+    return array(x.view(-1, x.shape[-1]))
 
 
 @kernel

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .cpu import array, copied
 from .jit import kernel, scalar
 from .rotary import RotaryTable
 from .simd import LANES, fma, load, splat, store, total
@@ -36,12 +37,13 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, num_q, num_kv, table, q_weight, k_weight, eps):
         qkv = qkv.contiguous()
-        ctx.angles = [t.contiguous().view(t.shape[0], -1).numpy() for t in (table.cos, table.sin)]
+        ctx.angles = [array(t.reshape(t.shape[0], -1)) for t in (table.cos, table.sin)]
         head_dim = 2 * table.cos.shape[-1]
         outputs = tuple(torch.empty(qkv.shape[0], heads, head_dim) for heads in (num_q, num_kv, num_kv))
         inverse = torch.empty(qkv.shape[0], num_q + num_kv)
-        arrays = _arrays(qkv, *outputs, inverse, q_weight, k_weight)
-        _forward(*arrays, *ctx.angles, q_weight is not None, np.float32(eps), num_threads())
+        arrays = [array(t) for t in (qkv, *outputs, inverse)]
+        normed = q_weight is not None
+        _forward(*arrays, copied(q_weight), copied(k_weight), *ctx.angles, normed, np.float32(eps), num_threads())
         ctx.save_for_backward(qkv, inverse, q_weight, k_weight)
         return outputs
 
@@ -50,13 +52,10 @@ class _SplitQKV(torch.autograd.Function):
         qkv, inverse, q_weight, k_weight = ctx.saved_tensors
         normed = q_weight is not None
         grad_qkv, grad_weights = torch.empty_like(qkv), torch.empty(2, grads[0].shape[2])
-        arrays = _arrays(*(g.contiguous() for g in grads), qkv, inverse, q_weight, k_weight, grad_qkv, grad_weights)
-        _backward(*arrays, *ctx.angles, normed, num_threads())
+        inputs = [array(t) for t in (*(g.contiguous() for g in grads), qkv, inverse)]
+        outputs = array(grad_qkv), array(grad_weights)
+        _backward(*inputs, copied(q_weight), copied(k_weight), *outputs, *ctx.angles, normed, num_threads())
         return grad_qkv, None, None, None, *(grad_weights if normed else (None, None)), None
-
-
-def _arrays(*tensors: Tensor | None) -> list[np.ndarray]:
-    return [np.empty(0, np.float32) if t is None else t.detach().numpy() for t in tensors]
 
 
 @kernel

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .cpu import array
 from .jit import exp, kernel
 from .threads import num_threads, run_blocks
 
@@ -20,7 +21,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
         gate_up, out = gate_up.contiguous(), torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _forward(_halves(gate_up), out.numpy(), num_threads())
+        _forward(_halves(gate_up), array(out), num_threads())
         ctx.save_for_backward(gate_up)
         return out
 
@@ -28,13 +29,13 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         (gate_up,) = ctx.saved_tensors
         grad_in = torch.empty_like(gate_up)
-        _backward(_halves(gate_up), grad.contiguous().numpy(), _halves(grad_in), num_threads())
+        _backward(_halves(gate_up), array(grad.contiguous()), _halves(grad_in), num_threads())
         return grad_in
 
 
 def _halves(x: Tensor) -> np.ndarray:
     """[T, 2*I] -> [T, 2, I]"""
-    return x.detach().numpy().reshape(x.shape[0], 2, -1)
+    return array(x).reshape(x.shape[0], 2, -1)
 
 
 @kernel

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .cpu import cpu_kernels_available
+from .cpu import takes_cpu_kernels
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _LinearLogprob(torch.autograd.Function):
         n = labels.numel()
         logprobs, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(2))
         entropy = torch.empty(n if with_entropy else 0, dtype=torch.float32, device=hidden.device)
-        row_statistics, _ = _kernels(hidden)
+        row_statistics, _ = _kernels(inv_temperature)
         logits = None
         for rows in _chunks(n, chunk_size):
             logits = head_logits(hidden[rows], weight)
@@ -63,7 +63,7 @@ class _LinearLogprob(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        _, logits_gradient = _kernels(hidden)
+        _, logits_gradient = _kernels(inv_temperature)
         for rows in _chunks(labels.numel(), ctx.chunk_size):
             logits = head_logits(hidden[rows], weight) if ctx.logits is None else ctx.logits
             ctx.logits = None  # the gradient takes their place
@@ -82,13 +82,13 @@ class _LinearLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _kernels(hidden: Tensor) -> tuple[Callable, Callable]:
+def _kernels(inv_temperature: Tensor) -> tuple[Callable, Callable]:
     """Two functions of a chunk of logits: statistics of its rows, and its gradient."""
-    if hidden.is_cuda:
+    if inv_temperature.is_cuda:
         from . import logprob_kernels
 
         return logprob_kernels.row_statistics, logprob_kernels.logits_gradient
-    if cpu_kernels_available():
+    if takes_cpu_kernels(inv_temperature):
         from . import cpu_logprob
 
         return cpu_logprob.row_statistics, cpu_logprob.logits_gradient
