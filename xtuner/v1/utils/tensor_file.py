@@ -35,3 +35,4 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
             if size := here.numel() * here.element_size():
                 # Not by way of NumPy, which forbids the memory to be resized from then on.
                 file.write((ctypes.c_char * size).from_address(here.data_ptr()))
+            del here  # before the next one is made
