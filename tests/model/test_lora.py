@@ -146,7 +146,7 @@ def test_compiled_layers_are_one_program_with_adapters_and_one_without():
         with_adapters = counters["stats"]["unique_graphs"]
         with adapters_off(model):
             assert torch.equal(logprobs(model), without)
-    assert 1 <= with_adapters <= 4 and counters["stats"]["unique_graphs"] <= 2 * with_adapters
+    assert 1 <= with_adapters <= 5 and counters["stats"]["unique_graphs"] <= 2 * with_adapters
 
 
 def test_a_compiler_takes_the_layer_whole_and_its_backward_too():

@@ -95,9 +95,13 @@ class DecoderLayer(nn.Module):
         """What follows the attention; a layer of another kind has another one."""
         return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype)
 
-    def forward(self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
+    def forward(
+        self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext, rows: Tensor | None = None
+    ) -> Tensor:
+        """hidden [T, H] -> [T, H], or [N, H] of the rows int64 [N] that are wanted."""
         attended = self.self_attn(self.input_layernorm(hidden), rotary, attention)
+        if rows is not None:
+            attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
         norm = self.post_attention_layernorm
         hidden, normed = add_rms_norm(attended, hidden, norm.weight, norm.eps)
         return hidden + self.mlp(normed)
@@ -123,6 +127,8 @@ class DenseModel(nn.Module):
         }
         # Parameters whose rows tensor parallelism stores in another order than the one `hf_params` counts in.
         self.row_orders: dict[str, RowOrder] = {}
+        # Whether the last layer goes on with the trained rows alone: other rows may differ in number between ranks.
+        self.drops_rows = True
         # Parameters that are float32 on any device and in any file.
         self.float32_names: frozenset[str] = frozenset()
 
@@ -144,12 +150,18 @@ class DenseModel(nn.Module):
             yield HFPart(name.replace(f".{module}.", f".{part}."), start, start + size)
             start += size
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-        """Hidden states after the final norm. input_ids and position_ids int64 [T]; returns [T, H]."""
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm. input_ids and position_ids int64 [T]; returns [T, H].
+
+        With rows int64 [N] only those, [N, H]: nobody attends to what comes after the last attention.
+        """
         rotary = self.rotary(position_ids)
         hidden = self.embed_tokens(input_ids)
+        last = self.layers[-1]
         for layer in self.layers:
-            hidden = layer(hidden, rotary, attention)
+            hidden = layer(hidden, rotary, attention, rows if layer is last else None)
         return self.norm(hidden)
 
     def rotary(self, position_ids: Tensor) -> RotaryTable:
@@ -180,20 +192,21 @@ class DenseModel(nn.Module):
 
         The training entry: embedding, final norm and head belong to FSDP's root, whose hooks run around this.
         """
-        hidden = self.hidden_states(input_ids, position_ids, attention)
-        return self.target_logprobs(hidden, target_rows, labels, inv_temperature, chunk_size, with_entropy)
+        rows = target_rows if self.drops_rows else None
+        hidden = self.hidden_states(input_ids, position_ids, attention, rows)
+        hidden = hidden if self.drops_rows else hidden.index_select(0, target_rows)
+        return self.target_logprobs(hidden, labels, inv_temperature, chunk_size, with_entropy)
 
     def target_logprobs(
         self,
         hidden: Tensor,
-        target_rows: Tensor,
         labels: Tensor,
         inv_temperature: Tensor,
         chunk_size: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The end of `forward`: from hidden states [T, H] of all rows to log-probs of N labels."""
-        hidden, weight = hidden.index_select(0, target_rows), self.head_weight()
+        """The end of `forward`: from hidden states [N, H] to log-probs of their labels."""
+        weight = self.head_weight()
         return linear_logprob(hidden.to(weight.dtype), weight, labels, inv_temperature, chunk_size, with_entropy)
 
     def compile_layers(self, backend: str = "inductor") -> None:

@@ -75,8 +75,8 @@ class MoEModel(DenseModel):
         with_entropy: bool = False,
         row_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = self.hidden_states(input_ids, position_ids, attention, row_weights)
-        return self.target_logprobs(hidden, target_rows, labels, inv_temperature, chunk_size, with_entropy)
+        hidden = self.hidden_states(input_ids, position_ids, attention, row_weights).index_select(0, target_rows)
+        return self.target_logprobs(hidden, labels, inv_temperature, chunk_size, with_entropy)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         for layer in self.layers:

@@ -35,7 +35,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def _halves(x: Tensor) -> np.ndarray:
     """[T, 2*I] -> [T, 2, I]"""
-    return array(x).reshape(x.shape[0], 2, -1)
+    return array(x).reshape(x.shape[0], 2, x.shape[1] // 2)
 
 
 @kernel
