@@ -12,8 +12,9 @@ import torch.multiprocessing as mp
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
 from xtuner.v1.model import BalancingLossConfig, MHAConfig, MoEModelConfig, RouterConfig, ZLossConfig
+from xtuner.v1.model.blocks import gather_whole
 from xtuner.v1.model.config import MLAConfig
-from xtuner.v1.model.hf import gather_whole, load_hf_model
+from xtuner.v1.model.hf import load_hf_model
 
 from .helpers import make_samples, packs_of, weights
 

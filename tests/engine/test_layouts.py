@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, MuonConfig
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
 from xtuner.v1.model import DenseModelConfig, MHAConfig
-from xtuner.v1.model.hf import gather_whole
+from xtuner.v1.model.blocks import gather_whole
 
 from .helpers import make_samples, packs_of, weights
 

@@ -11,7 +11,7 @@ from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.data_proto import PackedBatch, SegmentLayout
 from xtuner.v1.engine import TrainEngine
 from xtuner.v1.model import MHAConfig, MoEModelConfig, ZLossConfig
-from xtuner.v1.model.hf import gather_whole
+from xtuner.v1.model.blocks import gather_whole
 from xtuner.v1.ops.grouped_mm import _has_kernel, grouped_mm, reference_grouped_mm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from xtuner.v1.model.hf import local_pieces
+from xtuner.v1.model.blocks import local_pieces
 from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.tensor_file import write_tensor_file

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from xtuner.v1.model.hf import local_pieces
+from xtuner.v1.model.blocks import local_pieces
 from xtuner.v1.model.lora import adapted_targets
 
 if TYPE_CHECKING:

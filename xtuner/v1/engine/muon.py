@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import MuonConfig
+from xtuner.v1.model.blocks import local_pieces
 from xtuner.v1.model.dense import DenseModel
-from xtuner.v1.model.hf import local_pieces
 from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.ops.orthogonalize import orthogonalize
 

@@ -4,15 +4,15 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from xtuner.v1.config import parse_dtype
 from xtuner.v1.utils import get_logger
 
+from .blocks import gather_whole, local_pieces
 from .config import DenseModelConfig
 from .dense import DenseModel, ParamSlice
 from .hf_config import to_hf_config
@@ -167,51 +167,6 @@ def copy_rows(param: Tensor, tensor: Tensor | StoredTensor, start: int, order: R
                 part = part.narrow(dim, place, local.shape[dim])
             # Half the bytes travel, and the device casts faster, than if the copy did both.
             local[begin - first : end - first].copy_(part.to(local.device))
-
-
-class Piece(NamedTuple):
-    """A part of a tensor that lies on this rank."""
-
-    local: Tensor
-    """A view of it."""
-    offset: tuple[int, ...]
-    """Where its first element is in the whole tensor."""
-
-
-def local_pieces(tensor: Tensor, order: RowOrder | None = None, values: Tensor | None = None) -> list[Piece]:
-    """What this rank holds of a tensor: one block, or several of one whose rows are stored in an order of their own.
-
-    `values`, of the shape of the tensor's local part, are cut in its place.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(tensor, DTensor):
-        return [Piece(tensor if values is None else values, (0,) * tensor.dim())]
-    local = tensor.to_local() if values is None else values
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if order is None:
-        return [Piece(local, tuple(offset))]
-    first, *rest = offset
-    pieces = []
-    for stored, whole, size in order.runs():
-        begin, end = max(stored, first), min(stored + size, first + local.shape[0])
-        if begin < end:
-            pieces.append(Piece(local[begin - first : end - first], (whole + begin - stored, *rest)))
-    return pieces
-
-
-def gather_whole(tensor: Tensor, order: RowOrder | None = None) -> Tensor:
-    """All of a tensor, on every rank; collective if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = list(tensor.placements)
-    for dim, placement in enumerate(placements):
-        # Outer dimensions cut last, so they are joined first, one at a time; one of size 1 has cut nothing.
-        if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1:
-            placements[dim] = Replicate()
-            tensor = tensor.redistribute(placements=placements)
-    whole = tensor.to_local()
-    return whole if order is None else order.restore(whole)
 
 
 def checkpoint_dtype(path: str | Path) -> torch.dtype:

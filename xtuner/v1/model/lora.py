@@ -158,6 +158,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _full(param: Tensor) -> Tensor:
-    from .hf import gather_whole
+    from .blocks import gather_whole
 
     return gather_whole(param.detach())
