@@ -258,3 +258,18 @@ def test_a_checkpoint_fits_moments_of_another_type_and_place_but_no_other_optimi
 def test_moment_types_are_checked():
     with pytest.raises(ValueError, match="moment_dtype.*use float32 or bfloat16"):
         AdamWConfig(moment_dtype="float16")
+
+
+def test_every_parameter_counts_its_own_steps():
+    """As torch's: one that had no gradient for a while is corrected for the updates it really had."""
+    ours, theirs = make_model(), make_model()
+    optimizer = build_optimizer(ours, AdamWConfig(lr=1e-2, weight_decay=0), CPU)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0, betas=(0.9, 0.95), fused=True)
+    for model, stepping in ((ours, optimizer), (theirs, reference)):
+        for step in range(4):
+            give_gradients(model, step)
+            if step < 2:
+                model.embed_tokens.weight.grad = None
+            stepping.step()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q), name

@@ -206,7 +206,6 @@ def test_policies_of_recomputation_order_the_memory():
         engine.backward(-(batch.advantages * logprobs).mean())
         grads[name] = {n: p.grad.to_local().clone() for n, p in engine.model.named_parameters()}
         del logprobs, engine
-    print({name: f"{size / MIB:.0f} MiB" for name, size in kept.items()})
     assert kept["none"] > 1.3 * kept["selective"] and kept["selective"] > 1.3 * kept["mixed"] > 1.3 * kept["full"]
     for name in ("selective", "mixed", "full"):
         for param, grad in grads["none"].items():

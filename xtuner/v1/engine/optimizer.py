@@ -50,11 +50,14 @@ class AdamWRule:
         if not parts:
             return
         # Torch counts the steps up itself, in tensors where its kernel can read them.
-        device = parts[0].value.device if self.fused else "cpu"
-        steps = list(torch.tensor([part.step - 1.0 for part in parts], device=device).unbind())
+        device = parts[0].value.device if self.fused else torch.device("cpu")
+        done = [part.step - 1.0 for part in parts]
+        # Filling is a kernel like others, while copying numbers to the device would wait for all before it.
+        alike = len(set(done)) == 1
+        steps = torch.full((len(done),), done[0], device=device) if alike else torch.tensor(done, device=device)
         first, second = zip(*(part.moments for part in parts), strict=True)
         adamw(
-            [part.value for part in parts], [part.grad for part in parts], list(first), list(second), [], steps,
+            [part.value for part in parts], [part.grad for part in parts], list(first), list(second), [], list(steps.unbind()),
             foreach=self.foreach, fused=self.fused, amsgrad=False, maximize=False,
             beta1=self.betas[0], beta2=self.betas[1], lr=lr, weight_decay=weight_decay, eps=self.eps,
         )  # fmt: skip
