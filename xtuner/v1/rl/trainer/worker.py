@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -191,7 +191,7 @@ class TrainingWorker:
         corrections = [self._rollout_correction(pack, old) for pack in packs]
         weighting = [_loss_weights(loss_cfg, pack, keep) for pack, (_, keep, _) in zip(packs, corrections, strict=True)]
         divisor = torch.stack([part for _, part in weighting]).sum()
-        dist.all_reduce(divisor, group=self.engine.mesh.data_group)
+        self._all_reduce(divisor, "sum")
         divisor = divisor.clamp_min(torch.finfo(torch.float32).tiny)
         routers = self.engine.router_loss(packs)
         rows: list[Metrics] = []
@@ -247,13 +247,14 @@ class TrainingWorker:
 
     def _reduced(self, rows: list[Metrics]) -> dict[str, float]:
         """Metrics of all packs of all ranks."""
+        return finalize_metrics(reduce_metrics(merge_metrics(rows), self._all_reduce))
 
-        def all_reduce(values: Tensor, kind: str) -> Tensor:
-            op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
-            dist.all_reduce(values, op=op, group=self.engine.mesh.data_group)
-            return values
-
-        return finalize_metrics(reduce_metrics(merge_metrics(rows), all_reduce))
+    def _all_reduce(self, values: Tensor, kind: Literal["sum", "max"]) -> Tensor:
+        """`values` over all data ranks, in place. One rank alone would wait for gloo's thread for nothing."""
+        group = self.engine.mesh.data_group
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX, group=group)
+        return values
 
     def _reference_logprobs(self, packs: list[PackedBatch]) -> dict[int, Tensor]:
         if not self.config.loss_cfg.use_kl_loss:
