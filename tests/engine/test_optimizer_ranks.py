@@ -35,9 +35,9 @@ MUON = MuonConfig(lr=1e-2)
 SMALL = AdamWConfig(lr=1e-2, moment_dtype="bfloat16")
 
 
-def make(model: TransformerConfig, fsdp: dict[str, int], optim: OptimConfig) -> TrainEngine:
+def make(model: TransformerConfig, fsdp: dict[str, int], optim: OptimConfig, device: str = "cpu") -> TrainEngine:
     engine = TrainEngine(
-        model, FSDPConfig(torch_compile=False, **fsdp), device=torch.device("cpu"), optim_cfg=optim,
+        model, FSDPConfig(torch_compile=False, **fsdp), device=torch.device(device), optim_cfg=optim,
         lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10,
     )  # fmt: skip
     engine.model.init_weights(seed=7)

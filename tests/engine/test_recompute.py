@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from xtuner.v1.ops.recompute import recomputable, selective
 
+from . import test_expert_parallel as experts
 from .helpers import gradients, make_engine, make_samples, packs_of
 
 
@@ -98,6 +99,17 @@ def test_half_precision_too(tmp_path, pack):
         grads.append(gradients(engine))
     for name, grad in grads[0].items():
         assert torch.equal(grads[1][name], grad), name
+
+
+@pytest.mark.parametrize("model", experts.MODELS)
+def test_mixtures_of_experts_too(model):
+    plain, remade = (
+        experts.train(experts.make(model, {"recompute": "selective", "recompute_ratio": ratio}, 1), 1, range(1))
+        for ratio in (0.0, 1.0)
+    )
+    assert plain["norms"] == remade["norms"]
+    for name, grad in plain["gradients"][0].items():
+        assert torch.equal(remade["gradients"][0][name], grad), name
 
 
 @recomputable

@@ -17,19 +17,19 @@ class PinnedBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         # Writing it makes the kernel hand out the pages, on all threads; locking them would do so on one.
         self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-        self._locked = device.type == "cuda" and num_bytes > 0
-        if self._locked:
-            result = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
-            if int(result) != 0:
-                self._locked = False
+        self._runtime = None
+        if device.type == "cuda" and num_bytes:
+            runtime = torch.cuda.cudart()
+            if error := int(runtime.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)):
                 raise RuntimeError(
-                    f"{num_bytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {int(result)}). "
+                    f"{num_bytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {error}). "
                     "Give the process more host memory, or share the model out over more workers."
                 )
+            self._runtime = runtime
 
     def __del__(self) -> None:
-        if getattr(self, "_locked", False):
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        if (runtime := getattr(self, "_runtime", None)) is not None:
+            runtime.cudaHostUnregister(self.bytes.data_ptr())
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> tuple["PinnedBuffer", list[Tensor]]:
@@ -45,12 +45,15 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, copies: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None = None) -> None:
-        """target.copy_(source) for every (target, source), once `after` has come."""
-        if self.stream is not None and after is not None:
-            self.stream.wait_event(after)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let what is asked of this lane from now on come after `event`."""
+        if self.stream is not None and event is not None:
+            self.stream.wait_event(event)
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """target.copy_(source) for every (target, source)."""
         with torch.cuda.stream(self.stream):
-            for target, source in copies:
+            for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event | None:
@@ -137,11 +140,11 @@ class HostCopy:
                 out[direction] = max(begin.elapsed_time(end), 1e-3) / 1e3
         return out
 
-    def _copy(self, direction: str, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # Memory just taken may still be read by kernels of its former owner on the computing stream.
-        self._lane.run((), after=mark(self._device))
+    def _copy(self, direction: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        # Kernels of the computing stream may still write these values, or read what was in memory just taken.
+        self._lane.wait(mark(self._device))
         begin = self._lane.mark()
-        self._lane.run(copies)
+        self._lane.copy(pairs)
         self._spans[direction] = begin, self._lane.mark()
 
     def _views(self) -> list[Tensor]:

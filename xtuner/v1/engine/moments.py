@@ -84,7 +84,7 @@ class MomentKeeper:
         most = max((_numel(bucket) for bucket in buckets), default=0)
         slots = [_Slot(torch.empty(most, dtype=self.dtype, device=self.device)) for _ in range(min(3, len(buckets)))]
         inward, outward = Lane(self.device), Lane(self.device)
-        inward.run((), after=mark(self.device))
+        inward.wait(mark(self.device))
         for index, bucket in enumerate(buckets):
             for coming in range(index + (index > 0), min(index + 2, len(buckets))):
                 slots[coming % 3].fetch(buckets[coming], inward)
@@ -92,7 +92,8 @@ class MomentKeeper:
             wait(self.device, slot.arrived)
             with self._in_use(bucket, slot.views):
                 yield bucket
-            slot.store(bucket, outward, after=mark(self.device))
+            outward.wait(mark(self.device))
+            slot.store(bucket, outward)
         wait(self.device, outward.mark())
         outward.synchronize()  # who reads the moments on the host knows of no streams
 
@@ -128,11 +129,12 @@ class _Slot:
         sizes = [t.numel() for part in bucket for t in part.kept]
         flat = iter(self.room[: sum(sizes)].split(sizes))
         self.views = [[next(flat).view(t.shape) for t in part.kept] for part in bucket]
-        lane.run(self._pairs(bucket), after=self.left)
+        lane.wait(self.left)
+        lane.copy(self._pairs(bucket))
         self.arrived = lane.mark()
 
-    def store(self, bucket: list[Part], lane: Lane, after: torch.cuda.Event | None) -> None:
-        lane.run(((kept, view) for view, kept in self._pairs(bucket)), after=after)
+    def store(self, bucket: list[Part], lane: Lane) -> None:
+        lane.copy((kept, view) for view, kept in self._pairs(bucket))
         self.left = lane.mark()
 
     def _pairs(self, bucket: list[Part]) -> Iterator[tuple[Tensor, Tensor]]:

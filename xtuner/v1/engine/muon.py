@@ -44,6 +44,8 @@ class MuonRule:
 
     def update(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         """One step, in place. All ranks come with the same parameters in the same order."""
+        if not parts:
+            return
         cfg = self.cfg
         torch._foreach_lerp_([p.moments[0] for p in parts], [p.grad for p in parts], 1 - cfg.momentum)
         turns: dict[dist.ProcessGroup | None, list[list[Part]]] = {}

@@ -55,9 +55,10 @@ class AdamWRule:
         # Filling is a kernel like others, while copying numbers to the device would wait for all before it.
         alike = len(set(done)) == 1
         steps = torch.full((len(done),), done[0], device=device) if alike else torch.tensor(done, device=device)
-        first, second = zip(*(part.moments for part in parts), strict=True)
+        first, second = ([part.moments[i] for part in parts] for i in range(2))
+        values, grads = [part.value for part in parts], [part.grad for part in parts]
         adamw(
-            [part.value for part in parts], [part.grad for part in parts], list(first), list(second), [], list(steps.unbind()),
+            values, grads, first, second, [], list(steps.unbind()),
             foreach=self.foreach, fused=self.fused, amsgrad=False, maximize=False,
             beta1=self.betas[0], beta2=self.betas[1], lr=lr, weight_decay=weight_decay, eps=self.eps,
         )  # fmt: skip

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from .recompute import recomputable
 
+
+@recomputable
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit) and u = up within [-limit, limit].
 

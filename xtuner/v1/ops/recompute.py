@@ -5,8 +5,8 @@ for the backward (a matrix product saves its input, attention its queries and ke
 which is followed once in the backward. What no marked operation made is kept: the outputs of matrix products and of
 attention.
 
-torch's selective checkpointing reaches the same by catching every kernel launch of a layer, twice: that costs more
-time than the launches, sees nothing inside compiled code and forbids operations that finish their output in place.
+torch's selective checkpointing reaches the same by catching every kernel launch of a layer, twice: that adds Python to
+each of them, and forbids operations that finish their output in place.
 """
 
 import threading
