@@ -38,10 +38,10 @@ TWO = {
 }
 FOUR = {
     "hsdp": Layout(("qwen2",), {"hsdp_sharding_size": 2}),
-    "sp 4, more ranks than key heads": Layout(("qwen3",), sp=4),
+    "sp 4, more ranks than key heads": Layout(("qwen3",), {"recompute_ratio": 1.0}, sp=4),
     "dp x sp": Layout(("qwen2",), {"reshard_after_forward": False}, sp=2),
     "dp x tp": Layout(("qwen3", "qwen2, muon"), {"tp_size": 2, "recompute_ratio": 1.0}),
-    "sp x tp": Layout(("qwen3",), {"tp_size": 2}, sp=2),
+    "sp x tp": Layout(("qwen3",), {"tp_size": 2, "recompute_ratio": 1.0, "recompute": "selective"}, sp=2),
     "hsdp x sp": Layout(("qwen3",), {"hsdp_sharding_size": 2}, sp=2),
     "hsdp x tp": Layout(("llama",), {"hsdp_sharding_size": 1, "tp_size": 2}),
 }
