@@ -13,10 +13,12 @@ from .jit import kernel, scalar
 from .simd import LANES, exp_lanes, first, fma, larger, load, load_one, splat, store
 from .threads import num_threads, run_blocks
 
-_TILE = 8
-"""Rows of a product whose sums are in registers at a time."""
 _ROWS = 32
 """Query rows, of all heads that share keys, that are worked on at a time."""
+
+# Constants of NumPy: for each one of Python, Numba would compile the function that gets it once more.
+_LANES, _TILE, _NONE, _ONE = np.int64(LANES), np.int64(8), np.int64(0), np.int64(1)
+_ADD, _SET = np.bool_(True), np.bool_(False)
 
 
 class CpuAttention:
@@ -84,23 +86,23 @@ def _forward_block(block, q, k, v, out, peaks, shares, starts, families, members
     group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
     head_q, step = head * group, max(1, _ROWS // group)
     prefix, most = _lengths(starts, members, families[family], families[family + 1])
-    rows = _up(step * group, LANES)
-    keys, values = _zeros(most, dim), _zeros(most, _up(v_dim, LANES))
-    queries, scores, result = _zeros(rows // LANES * dim, LANES), _zeros(most, rows), _zeros(rows, values.shape[1])
+    rows = _up(step * group, _LANES)
+    keys, values = _zeros(most, dim), _zeros(most, _up(v_dim, _LANES))
+    queries, scores, result = _zeros(rows // _LANES * dim, _LANES), _zeros(most, rows), _zeros(rows, values.shape[1])
     peak, share = np.empty(rows, np.float32), np.empty(rows, np.float32)
     for m in range(families[family], families[family + 1]):
         start, length = starts[members[m]], starts[members[m] + 1] - starts[members[m]]
         before = 0 if m == families[family] else prefix
-        _pack(k, start, head, 1, np.float32(1), keys, before, length)
-        _pack(v, start, head, 1, np.float32(1), values, before, length)
+        _pack(k, start, head, _ONE, np.float32(1), keys, before, length)
+        _pack(v, start, head, _ONE, np.float32(1), values, before, length)
         for t in range(0, length, step):
             steps = min(step, length - t)
             count, seen = steps * group, before + t + steps
             _pack_columns(q, start + t, head_q, group, scale, queries, steps)
-            _multiply(keys, dim, 1, queries, dim * LANES, LANES, scores, seen, count, dim, False)
-            for r in range(0, count, LANES):
+            _multiply(keys, dim, _ONE, queries, dim * _LANES, _LANES, scores, seen, count, dim, _SET)
+            for r in range(0, count, _LANES):
                 _softmax(scores, r, group, before + t, seen, peak, share)
-            _multiply(scores, 1, rows, values, LANES, values.shape[1], result, count, v_dim, seen, False)
+            _multiply(scores, _ONE, rows, values, _LANES, values.shape[1], result, count, v_dim, seen, _SET)
             for r in range(count):
                 row, column = start + t + r // group, head_q + r % group
                 peaks[row, column], shares[row, column] = peak[r], share[r]
@@ -120,27 +122,27 @@ def _backward_block(
     group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
     head_q, step, one = head * group, max(1, _ROWS // group), np.float32(1)
     prefix, most = _lengths(starts, members, families[family], families[family + 1])
-    rows, wide, v_wide = _up(step * group, LANES), _up(dim, LANES), _up(v_dim, LANES)
+    rows, wide, v_wide = _up(step * group, _LANES), _up(dim, _LANES), _up(v_dim, _LANES)
     keys, values = _zeros(most, wide), _zeros(most, v_dim)
     grad_keys, grad_values = np.zeros((most, wide), np.float32), np.zeros((most, v_wide), np.float32)
-    queries, query_columns, result = _zeros(rows, wide), _zeros(rows // LANES * dim, LANES), _zeros(rows, wide)
-    grads, grad_columns = _zeros(rows, v_wide), _zeros(rows // LANES * v_dim, LANES)
+    queries, query_columns, result = _zeros(rows, wide), _zeros(rows // _LANES * dim, _LANES), _zeros(rows, wide)
+    grads, grad_columns = _zeros(rows, v_wide), _zeros(rows // _LANES * v_dim, _LANES)
     scores, slopes = _zeros(most, rows), _zeros(most, rows)
     peak, share, mean = np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
     for m in range(families[family], families[family + 1]):
         start, length = starts[members[m]], starts[members[m] + 1] - starts[members[m]]
         before = 0 if m == families[family] else prefix
-        _pack(k, start, head, 1, one, keys, before, length)
-        _pack(v, start, head, 1, one, values, before, length)
+        _pack(k, start, head, _ONE, one, keys, before, length)
+        _pack(v, start, head, _ONE, one, values, before, length)
         for t in range(0, length, step):
             steps = min(step, length - t)
             count, seen = steps * group, before + t + steps
-            _pack(q, start + t, head_q, group, scale, queries, 0, steps)
-            _pack(grad_out, start + t, head_q, group, one, grads, 0, steps)
+            _pack(q, start + t, head_q, group, scale, queries, _NONE, steps)
+            _pack(grad_out, start + t, head_q, group, one, grads, _NONE, steps)
             _pack_columns(q, start + t, head_q, group, scale, query_columns, steps)
             _pack_columns(grad_out, start + t, head_q, group, one, grad_columns, steps)
-            _multiply(keys, wide, 1, query_columns, dim * LANES, LANES, scores, seen, count, dim, False)
-            _multiply(values, v_dim, 1, grad_columns, v_dim * LANES, LANES, slopes, seen, count, v_dim, False)
+            _multiply(keys, wide, _ONE, query_columns, dim * _LANES, _LANES, scores, seen, count, dim, _SET)
+            _multiply(values, v_dim, _ONE, grad_columns, v_dim * _LANES, _LANES, slopes, seen, count, v_dim, _SET)
             for r in range(count):
                 row, column = start + t + r // group, head_q + r % group
                 peak[r], share[r] = peaks[row, column], shares[row, column]
@@ -148,20 +150,20 @@ def _backward_block(
                 for d in range(v_dim):
                     dot += grads[r, d] * out[row, column, d]
                 mean[r] = dot
-            for r in range(0, count, LANES):
+            for r in range(0, count, _LANES):
                 _softmax_backward(scores, slopes, r, group, before + t, seen, peak, share, mean)
-            _multiply(slopes, 1, rows, keys, LANES, wide, result, count, dim, seen, False)
-            _unpack(result, 0, steps, scale, grad_q, start + t, head_q, group)
-            _multiply(slopes, rows, 1, queries, LANES, wide, grad_keys, seen, dim, count, True)
-            _multiply(scores, rows, 1, grads, LANES, v_wide, grad_values, seen, v_dim, count, True)
+            _multiply(slopes, _ONE, rows, keys, _LANES, wide, result, count, dim, seen, _SET)
+            _unpack(result, _NONE, steps, scale, grad_q, start + t, head_q, group)
+            _multiply(slopes, rows, _ONE, queries, _LANES, wide, grad_keys, seen, dim, count, _ADD)
+            _multiply(scores, rows, _ONE, grads, _LANES, v_wide, grad_values, seen, v_dim, count, _ADD)
         if before > 0:
-            _unpack(grad_keys, before, length, one, grad_k, start, head, 1)
-            _unpack(grad_values, before, length, one, grad_v, start, head, 1)
+            _unpack(grad_keys, before, length, one, grad_k, start, head, _ONE)
+            _unpack(grad_values, before, length, one, grad_v, start, head, _ONE)
             grad_keys[before:] = 0
             grad_values[before:] = 0
     start = starts[members[families[family]]]
-    _unpack(grad_keys, 0, prefix, one, grad_k, start, head, 1)
-    _unpack(grad_values, 0, prefix, one, grad_v, start, head, 1)
+    _unpack(grad_keys, _NONE, prefix, one, grad_k, start, head, _ONE)
+    _unpack(grad_values, _NONE, prefix, one, grad_v, start, head, _ONE)
 
 
 @scalar
@@ -203,18 +205,18 @@ def _unpack(source, row, count, factor, target, start, head, group):
 
 @scalar
 def _pack_columns(source, start, head, group, factor, target, count):
-    """As `_pack`, transposed: the rows are columns in panels of LANES, target [rows / LANES * dim, LANES]."""
+    """As `_pack`, transposed: the rows are columns in panels of _LANES, target [rows / _LANES * dim, _LANES]."""
     dim = source.shape[2]
     for t in range(count):
         for g in range(group):
             row = t * group + g
             for d in range(dim):
-                target[row // LANES * dim + d, row % LANES] = source[start + t, head + g, d] * factor
+                target[row // _LANES * dim + d, row % _LANES] = source[start + t, head + g, d] * factor
 
 
 @scalar
 def _softmax(scores, r, group, before, seen, peak, share):
-    """exp(score - peak) of the rows [r, r + LANES), 0 where a key is behind the row; `share` is 1 / their sum.
+    """exp(score - peak) of the rows [r, r + _LANES), 0 where a key is behind the row; `share` is 1 / their sum.
 
     Key j is seen by the rows from (j - before) * group on.
     """
@@ -250,13 +252,13 @@ def _softmax_backward(scores, slopes, r, group, before, seen, peak, share, mean)
 
 @scalar
 def _multiply(a, a_row, a_step, b, b_panel, b_step, c, rows, columns, depth, add):
-    """c = a b, or c += a b. Entry (i, k) of a is a[i * a_row + k * a_step]; entry (k, j) of b lies LANES beside
-    each other in panels, at b[j / LANES * b_panel + k * b_step]. Rows of a and c are whole tiles, columns whole
+    """c = a b, or c += a b. Entry (i, k) of a is a[i * a_row + k * a_step]; entry (k, j) of b lies _LANES beside
+    each other in panels, at b[j / _LANES * b_panel + k * b_step]. Rows of a and c are whole tiles, columns whole
     vectors."""
     c_row = c.shape[1]
-    for j in range((columns + LANES - 1) // LANES):
+    for j in range((columns + _LANES - 1) // _LANES):
         for i in range(0, rows, _TILE):
-            p, q, o = i * a_row, j * b_panel, i * c_row + j * LANES
+            p, q, o = i * a_row, j * b_panel, i * c_row + j * _LANES
             s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = splat(np.float32(0))
             if add:
                 s0, s1 = load(c, o), load(c, o + c_row)
