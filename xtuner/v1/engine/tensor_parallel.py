@@ -21,7 +21,7 @@ def cut_layers(model: DenseModel, mesh: DeviceMesh) -> None:
     it is called with cover the rows of all ranks of the mesh, and this rank's heads.
     """
     size = mesh.size()
-    model.drops_rows = False
+    model.drops_rows = False  # ranks would come to the last MLP with different numbers of rows
     for layer in model.layers:
         plan = {
             "self_attn.qkv_proj": ColwiseParallel(input_layouts=Shard(0)),
