@@ -20,7 +20,7 @@ def row_statistics(
 
     logits float32 [N, V], contiguous.
     """
-    logprobs, lse, entropy = torch.empty(3, logits.shape[0])
+    logprobs, lse, entropy = logits.new_empty(3, logits.shape[0])
     arrays = map(array, (logits, labels, inv_temperature, logprobs, lse, entropy))
     _statistics(*arrays, with_entropy, num_threads())
     return logprobs, lse, entropy if with_entropy else None

@@ -25,7 +25,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        x, y, inverse = x.contiguous(), torch.empty(x.shape), torch.empty(x.shape[:-1].numel())
+        x, y, inverse = x.contiguous(), x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel())
         rows = _rows(x)
         _forward(
             rows, rows, rows, copied(weight), np.float32(eps), _rows(y), array(inverse), False, num_threads()
@@ -41,8 +41,8 @@ class _RMSNorm(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
-        x, residual, inverse = x.contiguous(), residual.contiguous(), torch.empty(x.shape[:-1].numel())
-        whole, y = torch.empty(x.shape), torch.empty(x.shape)
+        x, residual, inverse = x.contiguous(), residual.contiguous(), x.new_empty(x.shape[:-1].numel())
+        whole, y = x.new_empty(x.shape), x.new_empty(x.shape)
         _forward(
             _rows(x), _rows(residual), _rows(whole), copied(weight), np.float32(eps), _rows(y), array(inverse), True,
             num_threads(),
@@ -58,7 +58,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 def _gradients(x: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of x, plus `more`, and of the weight."""
-    grad, grad_x, grad_weight = grad.contiguous(), torch.empty(x.shape), torch.empty(weight.shape)
+    grad, grad_x, grad_weight = grad.contiguous(), x.new_empty(x.shape), x.new_empty(weight.shape)
     addend = grad if more is None else more.contiguous()
     _backward(
         _rows(grad), _rows(addend), _rows(x), copied(weight), array(inverse), _rows(grad_x), array(grad_weight),

@@ -39,8 +39,8 @@ class _SplitQKV(torch.autograd.Function):
         qkv = qkv.contiguous()
         ctx.angles = [array(t.reshape(t.shape[0], -1)) for t in (table.cos, table.sin)]
         head_dim = 2 * table.cos.shape[-1]
-        outputs = tuple(torch.empty(qkv.shape[0], heads, head_dim) for heads in (num_q, num_kv, num_kv))
-        inverse = torch.empty(qkv.shape[0], num_q + num_kv)
+        outputs = tuple(qkv.new_empty(qkv.shape[0], heads, head_dim) for heads in (num_q, num_kv, num_kv))
+        inverse = qkv.new_empty(qkv.shape[0], num_q + num_kv)
         arrays = [array(t) for t in (qkv, *outputs, inverse)]
         normed = q_weight is not None
         _forward(*arrays, copied(q_weight), copied(k_weight), *ctx.angles, normed, np.float32(eps), num_threads())
@@ -51,7 +51,7 @@ class _SplitQKV(torch.autograd.Function):
     def backward(ctx, *grads):
         qkv, inverse, q_weight, k_weight = ctx.saved_tensors
         normed = q_weight is not None
-        grad_qkv, grad_weights = torch.empty_like(qkv), torch.empty(2, grads[0].shape[2])
+        grad_qkv, grad_weights = torch.empty_like(qkv), qkv.new_empty(2, grads[0].shape[2])
         inputs = [array(t) for t in (*(g.contiguous() for g in grads), qkv, inverse)]
         outputs = array(grad_qkv), array(grad_weights)
         _backward(*inputs, copied(q_weight), copied(k_weight), *outputs, *ctx.angles, normed, num_threads())

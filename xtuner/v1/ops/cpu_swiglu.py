@@ -20,7 +20,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
-        gate_up, out = gate_up.contiguous(), torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        gate_up, out = gate_up.contiguous(), gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         _forward(_halves(gate_up), array(out), num_threads())
         ctx.save_for_backward(gate_up)
         return out
