@@ -14,11 +14,13 @@ from xtuner.v1.rl.rollout.backends.native import NativeEngine
 
 VOCAB = 64
 EOS = [2, 5]
+ROW_BYTES = 2 * 2 * 2 * 32 * 4
+"""Keys and values of one token."""
 
 
 def write_model(path: Path, model_type: str = "qwen3", seed: int = 0, std: float = 0.2) -> Path:
     qwen = model_type == "qwen3"
-    attention = MHAConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, qk_norm=qwen)
+    attention = MHAConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, qk_norm=qwen)
     config = DenseModelConfig(
         model_type=model_type, vocab_size=VOCAB, max_position_embeddings=256, num_hidden_layers=2, hidden_size=64,
         intermediate_size=96, eos_token_id=EOS[0], tie_word_embeddings=qwen, attention=attention,
@@ -30,8 +32,12 @@ def write_model(path: Path, model_type: str = "qwen3", seed: int = 0, std: float
     return path
 
 
+DEFAULTS: dict[str, bool] = {}
+"""Of every engine's arguments; set by the fixture `kernels`."""
+
+
 def started(path: Path, **kwargs) -> NativeEngine:
-    engine = NativeEngine(path, **kwargs)
+    engine = NativeEngine(path, **DEFAULTS | kwargs)
     asyncio.run(engine.start())
     return engine
 

@@ -24,7 +24,7 @@ def _fill(cache, slots, length):
     content = torch.randn(2, 2, slots, length, 2, 4, generator=generator)
     for layer in range(2):
         k, v = content[layer].transpose(2, 3)
-        cache.fill(layer, slice(0, slots), k[..., :-1, :], v[..., :-1, :])
+        cache.fill(layer, 0, k[..., :-1, :], v[..., :-1, :])
         last = torch.full((slots,), length - 1)
         cache.append(layer, last, k[..., -1, :], v[..., -1, :])
     return content
@@ -63,6 +63,12 @@ def _sequence(i, length, **params):
     return make_sequence(GenerateRequest(i, list(range(10, 10 + length)), SampleParams(**params), i), limits)
 
 
+def _record(scheduler, tokens, logprobs):
+    """One token for each running sequence."""
+    columns = np.array(tokens)[:, None], np.array(logprobs, np.float32)[:, None]
+    return scheduler.record(np.arange(len(tokens)), *columns)
+
+
 def _always(batch, longest):
     return True
 
@@ -81,7 +87,7 @@ def test_finished_slots_are_filled_from_the_end_and_nobodys_tokens_are_mixed_up(
             if step == 0
             else (50 + 10 * (step - 1) + ids).tolist()
         )
-        done = scheduler.record(0, 50 + 10 * step + ids, (-ids - step / 10).astype(np.float32))
+        done = _record(scheduler, 50 + 10 * step + ids, -ids - step / 10)
         scheduler.release([slot for slot, _ in done])
         step += 1
     for i, s in enumerate(sequences):
@@ -118,13 +124,13 @@ def test_a_sequence_that_went_back_goes_on_where_it_was():
     scheduler = Scheduler(2)
     scheduler.add(_sequence(0, 3, max_tokens=4))
     scheduler.admit(_always, 100)
-    scheduler.record(0, np.array([50]), np.array([-0.5], np.float32))
+    _record(scheduler, [50], [-0.5])
     (sequence,), _, _ = scheduler.release([0])
     scheduler.waiting.appendleft(sequence)
     (ids,) = scheduler.admit(_always, 100)
     assert ids.tolist() == [10, 11, 12, 50]
     for k in range(3):
-        done = scheduler.record(0, np.array([60 + k]), np.array([-1.0], np.float32))
+        done = _record(scheduler, [60 + k], [-1.0])
     assert done == [(0, "length")]
     scheduler.release([0])
     assert sequence.token_ids == [50, 60, 61, 62] and sequence.logprobs == [-0.5, -1.0, -1.0, -1.0]

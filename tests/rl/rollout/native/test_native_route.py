@@ -9,13 +9,7 @@ from xtuner.v1.model.config import DenseModelConfig, MHAConfig
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.rl.rollout.backends.native.cache import KVCache
 from xtuner.v1.rl.rollout.backends.native.runner import ModelRunner
-from xtuner.v1.rl.rollout.backends.native.shared_prompts import SharedPromptCache
-from xtuner.v1.rl.rollout.backends.native.weights import (
-    drop_weights,
-    lay_out_by_input,
-    memory_layout,
-    restore_weights,
-)
+from xtuner.v1.rl.rollout.backends.native.weights import PlainWeights, lay_out_by_input
 
 FAMILIES = {
     "qwen3": {"qk_norm": True},
@@ -52,69 +46,35 @@ def _trainers_logits(model, sequences):
 
 
 @pytest.mark.parametrize(
-    "cache_type, dtype, tolerance",
-    [(KVCache, torch.float32, 2e-5), (SharedPromptCache, torch.float32, 2e-5), (KVCache, torch.bfloat16, 0.08)],
+    "dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.08)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_whole_sequence(family, cache_type, dtype, tolerance):
+def test_logits_are_those_of_the_whole_sequence(family, dtype, tolerance):
     model = _model(family, dtype)
     plain = dtype == torch.float32
     if plain:
         lay_out_by_input(model)
-    layout = memory_layout(model)
-    cache = cache_type(3, 2, 16, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128)
+    weights = PlainWeights(model)
+    cache = KVCache(3, 2, 16, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128)
     cache.set_budget(10**6)
     runner = ModelRunner(model, cache)
     rng = np.random.default_rng(0)
     short, long = rng.integers(0, 50, 3), rng.integers(0, 50, 60)
     for round_ in range(2):
         # The second round: other weights in other memory, and a cache with old content.
-        drop_weights(model)
-        restore_weights(model, layout)
+        weights.drop()
+        weights.restore()
         _randomise(model, round_)
         prompts = sequences = [ids.astype(np.int32) for ids in (short, long, short, long[:11])]
         with torch.inference_mode():
             cache.reserve(4, 62, live=0)
-            first = runner.prefill(sequences, 0)
+            first = runner.fill(sequences, 0)
             for step in range(9):
                 last = np.array([7 + step, 3, 20 - step, 9])
                 sequences = [np.append(s, t).astype(np.int32) for s, t in zip(sequences, last, strict=True)]
                 cache.reserve(4, max(map(len, sequences)), live=4)
-                logits = runner.decode(last, np.array([len(s) for s in sequences]))
+                logits = runner.forward(last, np.array([len(s) for s in sequences]))
             for ours, ids in ((first, prompts), (logits, sequences)):
                 expected = _trainers_logits(model, ids)
                 scale = max(1.0, expected.abs().max().item())
                 torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * scale)
-
-
-@torch.inference_mode()
-def test_siblings_of_shared_prompts_come_and_go():
-    model = _model("qwen3", torch.float32)
-    _randomise(model, 0)
-    cache = SharedPromptCache(3, 2, 16, 16, torch.float32, torch.device("cpu"), max_slots=16, max_length=128)
-    cache.set_budget(10**6)
-    runner = ModelRunner(model, cache)
-    rng = np.random.default_rng(0)
-    long, short, late = (rng.integers(0, 50, n).astype(np.int32) for n in (40, 5, 60))
-
-    def admit(prompts, running):
-        cache.reserve(len(running) + len(prompts), 100, live=len(running))
-        runner.prefill(prompts, len(running))
-        return running + prompts
-
-    def check_decode(running):
-        last = rng.integers(0, 50, len(running))
-        running = [np.append(s, t).astype(np.int32) for s, t in zip(running, last, strict=True)]
-        logits = runner.decode(last, np.array([len(s) for s in running]))
-        torch.testing.assert_close(logits, _trainers_logits(model, running), rtol=1e-4, atol=1e-4)
-        return running
-
-    # More siblings than one copy of a prompt serves, beside a single one.
-    running = check_decode(check_decode(admit([long] * 10 + [short], [])))
-    cache.move([9, 10], [0, 3], 42)
-    running[0], running[3] = running[9], running[10]
-    running = check_decode(running[:9])
-    # A prompt moves into a place that was given up, and the newcomers are at another place of their slots.
-    running = admit([late, late, short], running)
-    for _ in range(3):
-        running = check_decode(running)

@@ -10,7 +10,7 @@ from xtuner.v1.rl.rollout.backends.native.paged_cache import PAGE, PagedCache, p
 def make_cache(pages: int, slots: int = 8, max_length: int = 6 * PAGE) -> PagedCache:
     cache = PagedCache(2, 1, 4, 3, torch.float32, torch.device("cpu"), slots, max_length)
     cache.set_budget(pages * PAGE * cache.row_bytes)
-    cache.allocate()
+    cache.reserve(0, 0, live=0)
     return cache
 
 

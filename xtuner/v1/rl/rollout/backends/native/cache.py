@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LENGTH_STEP = 8
-"""Decode attends to a multiple of this many places; half-precision kernels want aligned masks."""
+LENGTH_STEP = 16
+"""Storage has a multiple of this many places, and decode attends to such: half-precision kernels want aligned masks,
+and those on the CPU whole vectors."""
 _GROWTH_STEP = 64
 
 
@@ -14,35 +15,17 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-class KVCache:
-    """Contiguous slots: the sequence in slot b has its rows at [b, head, 0:length] of every layer.
+class SlotCache:
+    """Storage of slots times length tokens: grows on demand up to a budget, and stays until `free`.
 
-    Storage is slots times heads times length and grows on demand up to the budget and stays until
-    `free`. The running batch occupies slots [0, B), so decode attends to a view and gathers nothing.
+    The running batch occupies slots [0, B).
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_slots: int,
-        max_length: int,
-    ) -> None:
-        self.device, self.dtype = device, dtype
-        self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
-        self.row_bytes = num_layers * num_kv_heads * (key_dim + value_dim) * dtype.itemsize
-        self._num_layers = num_layers
-        self.places = torch.arange(max(round_up(max_length, LENGTH_STEP), max_slots), device=device)
-        """0, 1, 2, … for slots and places."""
-        self.max_rows = 0
-        self.max_length, self._max_slots = max_length, max_slots
+    def __init__(self, row_bytes: int, max_slots: int, max_length: int) -> None:
+        """row_bytes: keys and values of one token."""
+        self.row_bytes, self.max_rows = row_bytes, 0
+        self.max_slots, self.max_length = max_slots, max_length
         self.slots = self.length = 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
 
     def set_budget(self, num_bytes: int) -> None:
         """Bytes that storage may grow to; what is there already stays."""
@@ -71,7 +54,7 @@ class KVCache:
         if not self.fits(slots, length):
             return False
         # Doubling keeps the copies few; without room for it, exactly what is needed.
-        wide = self.slots if slots <= self.slots else min(max(slots, 2 * self.slots), self._max_slots)
+        wide = self.slots if slots <= self.slots else min(max(slots, 2 * self.slots), self.max_slots)
         long = self.length
         if length > self.length:
             long = max(round_up(length, _GROWTH_STEP), 2 * self.length)
@@ -80,6 +63,50 @@ class KVCache:
             wide, long = slots, round_up(length, LENGTH_STEP)
         self._resize(wide, long, live)
         return True
+
+    def _resize(self, slots: int, length: int, live: int) -> None:
+        raise NotImplementedError
+
+    def grow(self, lengths: np.ndarray) -> bool:
+        """Make room for so many tokens int64 [B] in the running slots; False if the budget does not allow it."""
+        return self.reserve(len(lengths), int(lengths.max()), live=len(lengths))
+
+    def release(self, slots: list[int], sources: list[int], targets: list[int], length: int) -> None:
+        """Forget the sequences in `slots`; then those in `sources`, of at most `length` tokens, go to `targets`."""
+        self.move(sources, targets, min(length, self.length))
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Put the first `length` tokens of whole slots into others. No slot is both a source and a target."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Give the storage back."""
+        raise NotImplementedError
+
+
+class KVCache(SlotCache):
+    """Contiguous slots: the sequence in slot b has its rows at [b, head, 0:length] of every layer, so that decode
+    attends to a view and gathers nothing."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        max_length: int,
+    ) -> None:
+        super().__init__(num_layers * num_kv_heads * (key_dim + value_dim) * dtype.itemsize, max_slots, max_length)
+        self.device, self.dtype = device, dtype
+        self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
+        self._num_layers = num_layers
+        self.places = torch.arange(max(round_up(max_length, LENGTH_STEP), max_slots), device=device)
+        """0, 1, 2, … for slots and places."""
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
 
     @torch.inference_mode()
     def _resize(self, slots: int, length: int, live: int) -> None:
@@ -98,17 +125,11 @@ class KVCache:
         """[count, Hkv, rows, width]. Not empty: a masked place still meets a weight of 0, and 0 * NaN is NaN."""
         return torch.zeros(count, self.num_heads, rows, width, dtype=self.dtype, device=self.device)
 
-    def claim(self, first_slot: int, which: np.ndarray, lengths: np.ndarray) -> tuple[slice | Tensor, np.ndarray]:
-        """Where the prompts of the slots from `first_slot` on go, and which prompt goes into each of these places.
-
-        which int64 [B]: the prompt of each slot; lengths int64 [U]: tokens of each prompt.
-        """
-        return slice(first_slot, first_slot + len(which)), which
-
-    def fill(self, layer: int, target: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k [R, Hkv, P, D] and v [R, Hkv, P, Dv] into the first places of the R claimed slots."""
-        self.keys[layer][target, :, : k.shape[2]] = k
-        self.values[layer][target, :, : v.shape[2]] = v
+    def fill(self, layer: int, first_slot: int, k: Tensor, v: Tensor) -> None:
+        """Put k [B, Hkv, P, D] and v [B, Hkv, P, Dv] into the first places of the slots from `first_slot` on."""
+        slots = slice(first_slot, first_slot + len(k))
+        self.keys[layer][slots, :, : k.shape[2]] = k
+        self.values[layer][slots, :, : v.shape[2]] = v
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k [B, Hkv, D] and v [B, Hkv, Dv] into the first B slots, at positions int64 [B]."""
@@ -122,7 +143,6 @@ class KVCache:
 
     @torch.inference_mode()
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` places of whole slots. No slot is both a source and a target."""
         if not sources:
             return
         source = torch.tensor(sources, device=self.device)
@@ -133,6 +153,5 @@ class KVCache:
                 view[target] = view[source]
 
     def free(self) -> None:
-        """Give the storage back."""
         self.slots = self.length = 0
         self.keys, self.values = [], []

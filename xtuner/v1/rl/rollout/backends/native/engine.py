@@ -6,24 +6,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from xtuner.v1.data_proto import FinishReason, WeightBucket
 from xtuner.v1.model.hf import load_hf_model
 from xtuner.v1.model.hf_config import get_model_config_from_hf
+from xtuner.v1.ops.cpu import cpu_kernels_available
 from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
-from .cache import LENGTH_STEP, KVCache, round_up
+from .cache import LENGTH_STEP, KVCache
+from .paged_cache import PagedCache
 from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
-from .route import InferenceRoute
-from .runner import ModelRunner
-from .sampler import SamplingBatch, sample
+from .runner import ModelRunner, Runner
 from .scheduler import Scheduler, Sequence
-from .shared_prompts import SharedPromptCache
-from .weights import drop_weights, lay_out_by_input, memory_layout, replace_weights, restore_weights
+from .stable_weights import StableWeights
+from .weights import PlainWeights, lay_out_by_input, replace_weights
 
 _HEADROOM = 64
 """Tokens of growth that must fit beside the current ones before one more sequence is admitted."""
@@ -48,12 +46,14 @@ class NativeEngine:
         cpu_cache_bytes: int = 2 * 2**30,
         load_weights: bool = True,
         max_prefill_rows: int = 8192,
+        cpu_kernels: bool = True,
     ) -> None:
         """Nothing is read or allocated before `start`.
 
         dtype None: bfloat16 on CUDA, float32 elsewhere. context_length None: the model's. The cache takes
         what `gpu_memory_utilization` of the card's memory leaves, on other devices at most `cpu_cache_bytes`.
         load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a forward.
+        cpu_kernels False: torch's operations also where kernels of our own are faster.
         """
         if max_batch_size < 1 or max_prefill_rows < 1:
             raise ValueError(
@@ -65,6 +65,7 @@ class NativeEngine:
         self._max_batch_size, self._context_length = max_batch_size, context_length
         self._gpu_memory_utilization, self._cpu_cache_bytes = gpu_memory_utilization, cpu_cache_bytes
         self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
+        self._cpu_kernels = cpu_kernels
         self._scheduler = Scheduler(max_batch_size)
         self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -87,30 +88,44 @@ class NativeEngine:
         eos_ids = read_eos_ids(self.model_path)
         if bad := [i for i in eos_ids if not 0 <= i < config.vocab_size]:
             raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
-        self._model = config.build(self.device, self.dtype).requires_grad_(False).eval()
-        plain_products = self.device.type == "cpu" and self.dtype == torch.float32
-        if plain_products:
-            lay_out_by_input(self._model)
-        self._layout = memory_layout(self._model)
+        on_cuda = self.device.type == "cuda"
+        self._model = config.build("meta" if on_cuda else self.device, self.dtype).requires_grad_(False).eval()
+        self._runner = self._build_runner(context)
+        self._weights = StableWeights(self._model, self.device) if on_cuda else PlainWeights(self._model)
         self._obstacle = {}
         if self._load_weights:
             load_hf_model(self._model, self.model_path)
+            self._runner.weights_changed()
         else:
             self._obstacle["update"] = "it has no weights yet: update_weights must come first."
-        sizes = (config.num_hidden_layers, *config.attention.cache_shape, self.dtype, self.device)
-        self._cache = KVCache(*sizes, max_slots=self._max_batch_size, max_length=context)
-        largest = self._max_batch_size * round_up(context, LENGTH_STEP) * self._cache.row_bytes
-        if plain_products and InferenceRoute.knows(config) and 2 * largest <= self._cpu_cache_bytes:
-            self._cache = SharedPromptCache(*sizes, max_slots=self._max_batch_size, max_length=context)
+        self._cache = self._runner.cache
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
-        self._runner = ModelRunner(self._model, self._cache)
         self._set_cache_budget()
+
+    def _build_runner(self, context: int) -> Runner:
+        model, config, slots = self._model, self._model.config, self._max_batch_size
+        plain_products = self.device.type == "cpu" and self.dtype == torch.float32
+        if plain_products and self._cpu_kernels and cpu_kernels_available():
+            from .kernel_runner import KernelRunner, kernels_know
+
+            if kernels_know(model):
+                runner = KernelRunner(model, slots, context)
+                runner.compile()
+                return runner
+        if plain_products:
+            lay_out_by_input(model)
+        sizes = (config.num_hidden_layers, *config.attention.cache_shape, self.dtype, self.device)
+        if self.device.type == "cuda":
+            from .paged_runner import MAX_STEPS, PagedRunner
+
+            return PagedRunner(model, PagedCache(*sizes, slots, context, slack=MAX_STEPS))
+        return ModelRunner(model, KVCache(*sizes, max_slots=slots, max_length=context))
 
     async def stop(self) -> None:
         await self.abort()
         if "start" not in self._obstacle:
             self._cache.free()
-            drop_weights(self._model)
+            self._drop_weights()
         self._obstacle = {"start": "the engine was stopped."}
 
     async def health(self) -> bool:
@@ -125,7 +140,7 @@ class NativeEngine:
             self._cache.free()
             self._obstacle["kv_cache"] = "its cache is asleep: wake it first."
         if "weights" in tags:
-            drop_weights(self._model)
+            self._drop_weights()
             self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
             self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
         if self.device.type == "cuda":
@@ -133,7 +148,7 @@ class NativeEngine:
 
     async def wake(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
         if "weights" in tags and "weights" in self._obstacle:
-            restore_weights(self._model, self._layout)
+            self._weights.restore()
             del self._obstacle["weights"]
         if "kv_cache" in tags and "kv_cache" in self._obstacle:
             del self._obstacle["kv_cache"]
@@ -145,6 +160,7 @@ class NativeEngine:
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
         replace_weights(self._model, buckets)
+        self._runner.weights_changed()
         del self._obstacle["update"]
         self.version = version
 
@@ -195,7 +211,9 @@ class NativeEngine:
                 self.step()
             except Exception as error:
                 get_logger().exception("native engine: a step failed; all requests in flight end with it")
-                self._obstacle["failure"] = f"a step failed with {type(error).__name__}: {error}"
+                self._obstacle["failure"] = (
+                    f"a step with the weights of version {self.version} failed with {type(error).__name__}: {error}"
+                )
                 self._end_all("error", self._obstacle["failure"])
             await asyncio.sleep(0)
 
@@ -207,23 +225,9 @@ class NativeEngine:
         prompts = scheduler.admit(self._has_room, self._max_prefill_rows)
         if prompts:
             self._cache.reserve(len(scheduler.running), scheduler.max_length, live=first)
-            logits = self._runner.prefill(prompts, first)
+            done = self._runner.prefill(scheduler, prompts, first)
         else:
-            first = 0
-            self._reserve_for_decode()
-            logits = self._runner.decode(scheduler.last_tokens(), scheduler.rows()["length"])
-        batch = SamplingBatch.build(
-            scheduler.rows(first), scheduler.tokens(first), scheduler.stop_ids(first),
-            self._limits.vocab_size, self.device,
-        )  # fmt: skip
-        tokens, logprobs = _to_host(*sample(logits, batch))
-        if not np.isfinite(logprobs).all():
-            bad = int((~np.isfinite(logprobs)).sum())
-            raise FloatingPointError(
-                f"the logits of {bad} of {len(logprobs)} sequences are not finite: the weights of version "
-                f"{self.version} hold NaN or infinite values or overflow {self.dtype}."
-            )
-        done = scheduler.record(first, tokens, logprobs)
+            done = self._runner.decode(scheduler, self._reserve_for_decode())
         if done:
             for sequence, (_, reason) in zip(self._release([slot for slot, _ in done]), done, strict=True):
                 self._finish(sequence, reason)
@@ -232,16 +236,20 @@ class NativeEngine:
         longest = min(longest + _HEADROOM, self._limits.context_length)
         return batch == 1 or self._cache.fits(batch, longest)
 
-    def _reserve_for_decode(self) -> None:
-        """Room for one more token each; the youngest sequences go back to the queue until the rest fits."""
-        scheduler = self._scheduler
-        while not self._cache.reserve(batch := len(scheduler.running), scheduler.max_length, live=batch):
-            scheduler.waiting.extendleft(self._release([scheduler.youngest()]))
+    def _reserve_for_decode(self) -> int:
+        """Room for as many tokens each as the runner would draw at once, or for one, which then is all it may draw;
+        the youngest sequences go back to the queue until that fits."""
+        scheduler, steps = self._scheduler, self._runner.steps(self._scheduler)
+        while not self._cache.grow(scheduler.rows()["length"] + steps - 1):
+            if steps == 1:
+                scheduler.waiting.extendleft(self._release([scheduler.youngest()]))
+            steps = 1
+        return steps
 
     def _release(self, slots: list[int]) -> list[Sequence]:
         length = self._scheduler.max_length
         sequences, sources, targets = self._scheduler.release(slots)
-        self._cache.move(sources, targets, min(length, self._cache.length))
+        self._cache.release(slots, sources, targets, length)
         return sequences
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
@@ -257,7 +265,7 @@ class NativeEngine:
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         scheduler = self._scheduler
-        sequences, _, _ = scheduler.release(list(range(len(scheduler.running))))
+        sequences = self._release(list(range(len(scheduler.running))))
         sequences += scheduler.waiting
         scheduler.waiting.clear()
         for sequence in sequences:
@@ -272,6 +280,10 @@ class NativeEngine:
             self._release([self._scheduler.running.index(sequence)])
 
     # ---- parts ----
+
+    def _drop_weights(self) -> None:
+        self._weights.drop()
+        self._runner.forget_weights()
 
     def _refusal(self, request: GenerateRequest, error: str) -> GenerateOutput:
         stage = _stage(request)
@@ -304,7 +316,7 @@ class NativeEngine:
         in_use = total - free - idle - self._cache.num_bytes
         config = self._model.config
         logits = 4 * 4 * self._max_batch_size * config.vocab_size
-        widest = 8 * config.hidden_size + 3 * config.intermediate_size
+        widest = 8 * config.hidden_size + config.mlp_values
         work = logits + widest * self._max_prefill_rows * self.dtype.itemsize
         budget = int(self._gpu_memory_utilization * total) - in_use - work
         if budget <= 0:
@@ -345,11 +357,3 @@ def read_eos_ids(model_path: str | Path) -> list[int]:
 
 def _stage(request: GenerateRequest) -> LogprobStage:
     return "raw" if is_greedy(request.params) else "sampled"
-
-
-def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [B] and float32 [B] in one transfer: the only wait for the device in a step."""
-    if tokens.device.type == "cpu":
-        return tokens.numpy(), logprobs.numpy()
-    both = torch.stack((tokens, logprobs.view(torch.int32).long())).cpu().numpy()
-    return both[0], both[1].astype(np.int32).view(np.float32)

@@ -30,14 +30,16 @@ class PagedCache:
         device: torch.device,
         max_slots: int,
         max_length: int,
+        slack: int = 0,
     ) -> None:
+        """max_length: tokens of the longest sequence; slack: how many may be written beyond them, in vain."""
         self.device, self.dtype = device, dtype
-        self.max_length, self.max_slots = max_length, max_slots
+        self.max_length, self.max_slots, self._slack = max_length, max_slots, slack
         self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
         self._layer_elements = num_kv_heads * PAGE * (key_dim + value_dim)
         self._page_elements = num_layers * self._layer_elements
         self.row_bytes = self._page_elements * dtype.itemsize // PAGE
-        self.tables = np.zeros((max_slots, -(-max_length // PAGE)), np.int32)
+        self.tables = np.zeros((max_slots, pages_of(max_length + slack)), np.int32)
         self.counts = np.zeros(max_slots, np.int64)
         """Pages of each slot."""
         self._group = np.zeros(max_slots, np.int64)
@@ -58,8 +60,14 @@ class PagedCache:
     # ---- memory ----
 
     def set_budget(self, num_bytes: int) -> None:
-        """How many bytes the pages may take, from the next `allocate` on."""
+        """How many bytes the pages may take. Only while no memory is held."""
+        if self._pool is not None:
+            raise RuntimeError("the pages are in memory: free it before their number changes.")
         self.num_pages = num_bytes // (self._page_elements * self.dtype.itemsize)
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._readers = np.zeros(self.num_pages, np.int32)
+        self.counts[:] = 0
+        self.running, self.changed, self.recomposed = 0, True, True
 
     @property
     def num_bytes(self) -> int:
@@ -68,23 +76,21 @@ class PagedCache:
     @property
     def longest_sequence(self) -> int:
         """Tokens that one sequence alone may reach."""
-        return self.num_pages * PAGE
+        return self.num_pages * PAGE - self._slack
 
-    def allocate(self) -> None:
-        """Take the memory of all pages. Every page is free."""
-        size = self.num_pages * self._page_elements
-        if self.device.type == "cuda":
-            if self._memory is None:
-                total = torch.cuda.get_device_properties(self.device).total_memory
-                self._memory = StableMemory(self.device, total)
-            flat = self._memory.map(size * self.dtype.itemsize).view(self.dtype)
-        else:
-            flat = torch.empty(size, dtype=self.dtype)
-        self._pool = flat.view(self.num_pages, self._page_elements)
-        self._free = list(range(self.num_pages - 1, -1, -1))
-        self._readers = np.zeros(self.num_pages, np.int32)
-        self.counts[:] = 0
-        self.running, self.changed, self.recomposed = 0, True, True
+    def reserve(self, slots: int, length: int, live: int) -> bool:
+        """Take the memory of all pages if it is not held. Sequences get theirs by `claim` and `grow`."""
+        if self._pool is None:
+            size = self.num_pages * self._page_elements
+            if self.device.type == "cuda":
+                if self._memory is None:
+                    total = torch.cuda.get_device_properties(self.device).total_memory
+                    self._memory = StableMemory(self.device, total)
+                flat = self._memory.map(size * self.dtype.itemsize).view(self.dtype)
+            else:
+                flat = torch.empty(size, dtype=self.dtype)
+            self._pool = flat.view(self.num_pages, self._page_elements)
+        return True
 
     def free(self) -> None:
         """Give the memory back."""
@@ -174,8 +180,8 @@ class PagedCache:
                     members.append(np.pad(slots, (0, MEMBERS - len(slots)), constant_values=-1))
         return np.array(members, np.int32).reshape(-1, MEMBERS), pages
 
-    def release(self, slots: list[int], sources: list[int], targets: list[int]) -> None:
-        """Give the pages of `slots` back; then slots `sources` move to `targets`."""
+    def release(self, slots: list[int], sources: list[int], targets: list[int], length: int = 0) -> None:
+        """Give the pages of `slots` back; then the sequences in `sources` go to `targets`."""
         for slot in slots:
             pages = self.tables[slot, : self.counts[slot]]
             self._readers[pages] -= 1

@@ -23,18 +23,13 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) a row from (seed, position of the token in its sequence): float32 [B].
 
     Output `position` of the splitmix64 generator that starts at the seed (Steele, Lea & Flood 2014), so a
-    request's randomness depends on neither device, batch, nor what was drawn before.
+    request's randomness depends on neither device, batch, nor what was drawn before. Kernels compile it for numbers.
     """
-    z = positions.astype(np.uint64)
-    z += np.uint64(1)
-    z *= _GOLDEN
-    z += seeds.view(np.uint64)
-    z ^= z >> np.uint64(30)
-    z *= _MIX_1
-    z ^= z >> np.uint64(27)
-    z *= _MIX_2
-    z ^= z >> np.uint64(31)
-    return np.minimum(((z >> np.uint64(11)) * 2.0**-53).astype(np.float32), _LARGEST)
+    z = np.uint64(seeds) + (np.uint64(positions) + np.uint64(1)) * _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    z = z ^ (z >> np.uint64(31))
+    return np.minimum(np.float32((z >> np.uint64(11)) * 2.0**-53), _LARGEST)
 
 
 def scatter_seed(seed: int) -> int:

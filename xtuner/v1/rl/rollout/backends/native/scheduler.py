@@ -19,6 +19,12 @@ _ROW = np.dtype(
     align=True,
 )  # fmt: skip
 
+RUNNING, STOP, LENGTH, NOT_FINITE = range(4)
+"""How a sequence stands after a step; the last: its logits were not finite."""
+
+Done = tuple[int, FinishReason]
+"""Slot of a sequence that has ended, and why."""
+
 _ADMISSIONS = 16
 """A full batch is renewed in at least this many parts."""
 
@@ -77,6 +83,10 @@ class Scheduler:
     def tokens(self, first: int = 0) -> np.ndarray:
         """int32 [B - first, L], ids by position, prompt included."""
         return self._tokens[first : len(self.running)]
+
+    def logprobs(self) -> np.ndarray:
+        """float32 [B, L], by position; those of the prompt say nothing."""
+        return self._logprobs[: len(self.running)]
 
     def stop_ids(self, first: int = 0) -> np.ndarray:
         """int64 [B - first, S], ids that end each sequence; padded with one of them."""
@@ -155,23 +165,50 @@ class Scheduler:
         if (missing := stop_ids - self._stop_ids.shape[1]) > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), mode="edge")
 
-    def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, FinishReason]]:
-        """Append one token to every slot from `first` on. Returns (slot, reason) of those that are done."""
-        rows = self.rows(first)
-        lengths = rows["length"]
-        self._widen(self._max_length + 1, 1)
-        slots = np.arange(first, len(self.running))
-        self._tokens[slots, lengths] = tokens
-        self._logprobs[slots, lengths] = logprobs
-        lengths += 1
-        self._max_length = max(self._max_length, int(lengths.max()))
-        stopped = (tokens[:, None] == self.stop_ids(first)).any(1)
-        for i in np.flatnonzero(rows["has_stops"]) if self._with_stops else ():
-            stops = self.running[first + i].stops
-            found = stops is not None and stops.push(int(tokens[i]))
-            stopped[i] |= found and lengths[i] >= rows["min_length"][i]
-        done = np.flatnonzero(stopped | (lengths >= rows["limit"]))
-        return [(first + i, "stop" if stopped[i] else "length") for i in done.tolist()]
+    def make_room(self, steps: int) -> None:
+        """For so many more tokens each."""
+        self._widen(self._max_length + steps, 1)
+
+    def record(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> list[Done]:
+        """Append S tokens [n, S] to each of the slots int64 [n], or as many as come before its end.
+
+        Returns (slot, reason) of those that are done.
+        """
+        steps = tokens.shape[1]
+        self.make_room(steps)
+        before = self._table["length"][slots]
+        places = before[:, None] + np.arange(steps)
+        self._tokens[slots[:, None], places] = tokens
+        self._logprobs[slots[:, None], places] = logprobs
+        stopped = (tokens[:, :, None] == self._stop_ids[slots][:, None]).any(2)
+        ended = stopped | (places + 1 >= self._table["limit"][slots][:, None])
+        last = np.where(ended.any(1), ended.argmax(1), steps - 1)
+        self._table["length"][slots] = before + last + 1
+        by_stop, by_any = (flags[np.arange(len(slots)), last] for flags in (stopped, ended))
+        return self.settle(slots, before, np.where(by_stop, STOP, np.where(by_any, LENGTH, RUNNING)))
+
+    def settle(self, slots: np.ndarray, before: np.ndarray, ends: np.ndarray) -> list[Done]:
+        """Look at what was appended to the slots int64 [n] since their lengths were `before`.
+
+        ends int64 [n]: how each stands by ids and length; stop strings may end one earlier. Returns as `record`.
+        """
+        if self._with_stops:
+            for i in np.flatnonzero(self._table["has_stops"][slots]):
+                if self._cut_at_stop_string(slots[i], before[i]):
+                    ends[i] = STOP
+        self._max_length = int(self.rows()["length"].max())
+        done = np.flatnonzero(ends != RUNNING)
+        return [(int(slots[i]), "stop" if ends[i] == STOP else "length") for i in done]
+
+    def _cut_at_stop_string(self, slot: int, before: int) -> bool:
+        """Whether one is complete in what was appended; what came behind it goes."""
+        row, stops = self._table[slot], self.running[slot].stops
+        assert stops is not None
+        for length in range(before + 1, row["length"] + 1):
+            if stops.push(int(self._tokens[slot, length - 1])) and length >= row["min_length"]:
+                row["length"] = length
+                return True
+        return False
 
     def youngest(self) -> int:
         """Slot of the sequence that was admitted last."""

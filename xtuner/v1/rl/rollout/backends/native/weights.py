@@ -14,12 +14,6 @@ class WeightUpdateError(RuntimeError):
     """An update did not bring every weight exactly once. The model holds a mixture and must not serve."""
 
 
-def drop_weights(model: nn.Module) -> None:
-    """Give the parameters' memory back."""
-    for param in model.parameters():
-        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-
-
 def lay_out_by_input(model: nn.Module) -> None:
     """Let the matrices of linear layers lie in memory as [in, out], shapes unchanged.
 
@@ -30,15 +24,22 @@ def lay_out_by_input(model: nn.Module) -> None:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
-def memory_layout(model: nn.Module) -> dict[str, tuple[torch.Size, tuple[int, ...]]]:
-    """Shape and strides of every parameter."""
-    return {name: (param.shape, param.stride()) for name, param in model.named_parameters()}
+class PlainWeights:
+    """Gives a model's parameters up and takes memory for them again, wherever that is."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layout = {name: (param.shape, param.stride()) for name, param in model.named_parameters()}
 
-def restore_weights(model: nn.Module, layout: dict[str, tuple[torch.Size, tuple[int, ...]]]) -> None:
-    """Allocate the parameters again, with any content."""
-    for name, param in model.named_parameters():
-        param.data = torch.empty_strided(*layout[name], dtype=param.dtype, device=param.device)
+    def drop(self) -> None:
+        """Give the parameters' memory back."""
+        for param in self._model.parameters():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def restore(self) -> None:
+        """Allocate the parameters again, with any content."""
+        for name, param in self._model.named_parameters():
+            param.data = torch.empty_strided(*self._layout[name], dtype=param.dtype, device=param.device)
 
 
 def replace_weights(model: DenseModel, buckets: Iterable[WeightBucket]) -> None:
