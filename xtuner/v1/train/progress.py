@@ -70,11 +70,15 @@ class Progress:
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as RichProgress
 
+            # Drawn once a step: in between nothing changes, and a thread that draws takes time from the run.
             self.bar = RichProgress(
-                BarColumn(bar_width=24), TextColumn("{task.description}"), console=Console(stderr=True)
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                auto_refresh=False,
             )
-            self.bar.start()
             self.task = self.bar.add_task(f"step {done}/{total}", total=total, completed=done)
+            self.bar.start()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Show the numbers of a finished step."""
@@ -88,7 +92,7 @@ class Progress:
             shown["eval/accuracy"] = self.accuracy
         line = step_line(step, self.total, shown, left)
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, description=line)
+            self.bar.update(self.task, completed=step, description=line, refresh=True)
         else:
             get_logger().info(line)
 

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -159,9 +159,9 @@ def _trajectory(
 
 def _rounded(lists: list[list[float] | None]) -> Iterator[list[float] | None]:
     """Each list with six decimals: all are rounded at once."""
-    flat = np.array([value for values in lists for value in values or ()], dtype=np.float64)
-    left = iter(np.round(flat, 6).tolist())
-    return (None if values is None else list(islice(left, len(values))) for values in lists)
+    flat = np.fromiter(chain.from_iterable(values or () for values in lists), dtype=np.float64)
+    rounded = iter(np.round(flat, 6).tolist())
+    return (None if values is None else list(islice(rounded, len(values))) for values in lists)
 
 
 def _finite(value: float | None) -> float | None:

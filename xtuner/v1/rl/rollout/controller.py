@@ -93,7 +93,8 @@ class RolloutController:
         ids = state.tokens if state.tokens is not None else state.prompt_ids
         if not ids:
             raise ValueError(f"rollout {state.rollout_id} has no prompt tokens (tokens and prompt_ids are empty)")
-        state.tokens = ids
+        if state.tokens is None:
+            state.tokens = ids
         params = fit_to_context(state.sample_params, len(ids), self.context_length)
         if params is not state.sample_params:
             self._events["cut_to_context"] += 1

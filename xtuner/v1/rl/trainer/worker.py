@@ -4,6 +4,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -340,7 +341,6 @@ def _loss_weights(loss_cfg: BaseRLLossConfig, pack: PackedBatch, keep: Tensor | 
 
 def _by_rollout(pack: PackedBatch, logprobs: Tensor, out: dict[int, list[float]]) -> None:
     counts = torch.bincount(pack.sample_index, minlength=len(pack.rollout_ids)).tolist()
-    if not pack.rollout_ids:
-        return
-    for rollout_id, values in zip(pack.rollout_ids, logprobs.detach().cpu().split(counts), strict=True):
-        out[rollout_id] = values.tolist()
+    values = iter(logprobs.tolist())
+    for rollout_id, count in zip(pack.rollout_ids, counts, strict=True):
+        out[rollout_id] = list(islice(values, count))
