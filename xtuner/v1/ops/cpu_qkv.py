@@ -37,7 +37,7 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, num_q, num_kv, table, q_weight, k_weight, eps):
         qkv = qkv.contiguous()
-        ctx.angles = [array(t.reshape(t.shape[0], -1)) for t in (table.cos, table.sin)]
+        ctx.angles = [array(t.reshape(-1, t.shape[-1])) for t in (table.cos, table.sin)]
         head_dim = 2 * table.cos.shape[-1]
         outputs = tuple(qkv.new_empty(qkv.shape[0], heads, head_dim) for heads in (num_q, num_kv, num_kv))
         inverse = qkv.new_empty(qkv.shape[0], num_q + num_kv)
