@@ -46,6 +46,12 @@ def _error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
+def _used():
+    """Bytes of the card in use beyond what this process and others held when the tests began."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
     from xtuner.v1.data_proto import SampleParams, SegmentLayout
@@ -65,14 +71,14 @@ def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
         prompts = [[3 + (i * j) % 300 for j in range(5 + i % 9)] for i in range(48)]
         requests = [GenerateRequest(i, p, params, 1000 + i) for i, p in enumerate(prompts)]
         outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
-        before = torch.cuda.memory_allocated()
+        before = _used()
         await engine.sleep()
-        after = torch.cuda.memory_allocated()
+        after = _used()
         await engine.stop()
         return prompts, outputs, before, after
 
     prompts, outputs, before, after = asyncio.run(generate())
-    assert after < before
+    assert after < 0.05 * before
     worst = 0.0
     with torch.no_grad():
         for prompt, output in zip(prompts, outputs, strict=True):
