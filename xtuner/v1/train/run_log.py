@@ -16,6 +16,8 @@ from xtuner.v1.utils import write_atomic
 
 Row = Mapping[str, float | None]
 
+_FLUSH_S = 2
+"""Events may lie in memory for so long."""
 STEP_ROWS, UPDATE_ROWS = "metrics.jsonl", "optimizer_steps.jsonl"
 
 
@@ -66,7 +68,7 @@ class _Board:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import FileWriter
 
-        self._writer = FileWriter(str(folder))
+        self._writer = FileWriter(str(folder), flush_secs=_FLUSH_S)
         # What an earlier process wrote from `first_step` on is hidden.
         self._writer.add_event(Event(step=first_step, file_version="brain.Event:2"))
         self._writer.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
@@ -76,7 +78,6 @@ class _Board:
 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._writer.add_summary(summary, step)
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from xtuner.v1.utils import get_logger
-from xtuner.v1.utils.device import resolve_device
+from xtuner.v1.utils.device import rare_garbage_collection, resolve_device
 
 from .model import write_config, write_tokenizer
 from .task import make_rows, write_rows
@@ -119,7 +119,8 @@ def run_demo(work_dir: str | Path, steps: int = 100, accelerator: str = "cpu") -
     write_config(model)
     write_tokenizer(model)
     log.info("demo: a model of 0.44 M parameters learns two-digit word problems from worked solutions")
-    warm = asyncio.run(warm_start_of(model, device))
+    with rare_garbage_collection():
+        warm = asyncio.run(warm_start_of(model, device))
     warmed = time.perf_counter()
     config = folder / "grpo_demo.py"
     evaluate_step = max(1, steps // 5)

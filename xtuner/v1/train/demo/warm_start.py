@@ -39,11 +39,13 @@ class Prompts:
         self.answers = tokenizer(answers, add_special_tokens=False)["input_ids"]
         self.truths = [r["reward_model"]["ground_truth"] for r in rows]
 
-    def sample(self, index: int) -> TrainingSample:
-        """A supervised sample: the worked solution is the response."""
-        prompt, answer = self.prompts[index], self.answers[index]
-        labels = [IGNORE] * (len(prompt) - 1) + answer
-        return TrainingSample(index, prompt + answer[:-1], labels, [0.0] * len(labels), None, len(prompt), TEMPERATURE)
+    def samples(self) -> list[TrainingSample]:
+        """Supervised samples: the worked solutions are the responses."""
+        out = []
+        for index, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True)):
+            ids, labels = prompt + answer[:-1], [IGNORE] * (len(prompt) - 1) + answer
+            out.append(TrainingSample(index, ids, labels, [0.0] * len(labels), None, len(prompt), TEMPERATURE))
+        return out
 
 
 async def sampled_accuracy(engine: NativeEngine, tokenizer, data: Prompts, seed: int) -> float:
@@ -70,7 +72,7 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
     if device.type == "cpu":
         keep_freed_memory()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    train = Prompts(tokenizer, make_rows(BATCH * MAX_STEPS, seed=11, evaluation=False))
+    rows = make_rows(BATCH * MAX_STEPS, seed=11, evaluation=False)
     check = Prompts(tokenizer, make_rows(256, seed=12, evaluation=True))
     own_group = not dist.is_initialized()
     if own_group:
@@ -91,8 +93,8 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
     await rollout.start()
     accuracy, start = 0.0, time.perf_counter()
     for step in range(1, MAX_STEPS + 1):
-        samples = [train.sample(i) for i in range((step - 1) * BATCH, step * BATCH)]
-        units = make_units(samples, False, 1 << 30, 128, 1)
+        batch = Prompts(tokenizer, rows[(step - 1) * BATCH : step * BATCH])
+        units = make_units(batch.samples(), False, 1 << 30, 128, 1)
         pack = make_pack(units, share_prompts=False, pad_multiple=1).to(device)
         logprobs, _ = engine.forward(pack)
         loss = -logprobs.mean()
