@@ -84,7 +84,10 @@ def test_engine_log_probs_equal_the_models(model, tmp_path) -> None:
 
     async def outputs():
         await engine.start()
-        return await asyncio.gather(*(engine.generate(GenerateRequest(i, p, params, i)) for i, p in enumerate(prompts)))
+        requests = [GenerateRequest(i, p, params, i) for i, p in enumerate(prompts)]
+        done = await asyncio.gather(*map(engine.generate, requests))
+        await engine.stop()
+        return done
 
     for ids, out in zip(prompts, asyncio.run(outputs()), strict=True):
         whole = torch.tensor(ids + out.token_ids[:-1])

@@ -79,7 +79,8 @@ def _gradients(device: str, packs: list[PackedBatch], **fsdp) -> dict[str, torch
         logprobs, _ = engine.forward(pack)
         loss = -(pack.advantages * logprobs).sum() / 400
         engine.backward(loss + routers.add(engine.model.router_stats))
-    grads = {name: gather_whole(p.grad).cpu() for name, p in engine.model.named_parameters()}
+    # A copy: the step clips in place.
+    grads = {name: gather_whole(p.grad).to("cpu", copy=True) for name, p in engine.model.named_parameters()}
     assert engine.step().skipped is None and routers.metrics()["router/z_loss"] > 0
     return grads
 
