@@ -100,7 +100,7 @@ def make_pack(units: Sequence[_Unit], share_prompts: bool, pad_multiple: int) ->
     ids: list[int] = []
     segments = _Spans()  # positions of the rows of each segment
     prefix: list[int] = []
-    sources = _Spans()  # rows that predict the labels of each sample
+    sources = _Spans()  # rows that predict the response of each sample; before them, no row is trained
     labels: list[int] = []
     advantages: list[float] = []
     logprobs: list[float] = []
@@ -114,17 +114,20 @@ def make_pack(units: Sequence[_Unit], share_prompts: bool, pad_multiple: int) ->
             segments.add(0, first)
             prefix.append(-1)
         for sample in unit.samples:
-            length = len(sample.input_ids)
-            sources.add(base, first)
-            sources.add(len(ids), length - first)
+            last, length = sample.prompt_len - 1, len(sample.input_ids)
+            if share_prompts:
+                sources.add(base + last, 1)
+                sources.add(len(ids), length - first)
+            else:
+                sources.add(len(ids) + last, length - last)
             ids += sample.input_ids[first:]
             if length > first:
                 segments.add(first, length - first)
                 prefix.append(shared)
-            labels += sample.labels
-            advantages += sample.advantages
-            if has_logprobs:
-                logprobs += sample.rollout_logprobs or ()
+            labels += sample.labels[last:]
+            advantages += sample.advantages[last:]
+            if has_logprobs and sample.rollout_logprobs is not None:
+                logprobs += sample.rollout_logprobs[last:]
     padding = -len(ids) % pad_multiple or (pad_multiple if not ids else 0)
     if padding:
         ids += [0] * padding
@@ -136,7 +139,7 @@ def make_pack(units: Sequence[_Unit], share_prompts: bool, pad_multiple: int) ->
     def of_trained(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values[trained])
 
-    lengths = [len(s.labels) for s in samples]
+    lengths = [len(s.labels) - s.prompt_len + 1 for s in samples]
     inv_temperature = np.array([1.0 / s.temperature for s in samples], dtype=np.float32)
     return PackedBatch(
         input_ids=torch.from_numpy(np.array(ids, dtype=np.int64)),

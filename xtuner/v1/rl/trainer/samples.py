@@ -136,12 +136,13 @@ def build_samples(
 def _advantages(estimator: AdvantageEstimator, rewards: torch.Tensor, members: list[RolloutState]) -> list[float]:
     """What the estimator says, which may be the user's own: a NaN would go unseen into every later step."""
     advantages = torch.as_tensor(estimator.compute(rewards, members), dtype=torch.float32)
-    if advantages.shape != rewards.shape or not advantages.isfinite().all():
+    values = advantages.tolist()
+    if advantages.shape != rewards.shape or not all(map(math.isfinite, values)):
         raise ValueError(
-            f"{type(estimator).__name__}.compute gave {advantages.tolist()} for the rewards {rewards.tolist()}: it "
-            f"must give {len(members)} finite numbers, one a response."
+            f"{type(estimator).__name__}.compute gave {values} for the rewards {rewards.tolist()}: it must give "
+            f"{len(members)} finite numbers, one a response."
         )
-    return advantages.tolist()
+    return values
 
 
 def _statistics(groups, samples, rewards, lengths, prompts) -> dict[str, float]:
