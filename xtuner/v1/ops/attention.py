@@ -11,6 +11,7 @@ from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .cpu import takes_cpu_kernels
 from .flash_attention import FlashAttention
+from .hopper_attention import HopperAttention
 from .padded_attention import PaddedAttention
 
 if TYPE_CHECKING:
@@ -90,10 +91,16 @@ class PackedAttention:
     ) -> Tensor:
         """See `AttentionContext`."""
         if self._device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+            if self._hopper.takes(q, v, scale, window, sinks):
+                return self._hopper.attend(q, k, v, scale)
             return self._flash.attend(q, k, v, scale, window, sinks)
         if window is None and sinks is None and takes_cpu_kernels(q, k, v):
             return self._cpu.attend(q, k, v, scale)
         return self._padded.attend(q, k, v, scale, window, sinks)
+
+    @cached_property
+    def _hopper(self) -> HopperAttention:
+        return HopperAttention(self._layout, self._device)
 
     @cached_property
     def _flash(self) -> FlashAttention:
