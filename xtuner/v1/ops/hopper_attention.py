@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,10 +68,11 @@ class HopperAttention:
     def has_prefixes(self) -> bool:
         return self._layout.has_prefixes
 
-    def _list(self, kind: str, heads: int, tiles: Callable) -> TileLists:
+    def _list(self, kind: str, heads: int, make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> TileLists:
         if (kind, heads) not in self._lists:
             programs = torch.cuda.get_device_properties(self._device).multi_processor_count
-            self._lists[kind, heads] = TileLists.build(*tiles(), heads, programs).to(self._device)
+            tiles, costs = make()
+            self._lists[kind, heads] = TileLists.build(tiles, costs, heads, programs).to(self._device)
         return self._lists[kind, heads]
 
 
