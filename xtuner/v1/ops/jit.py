@@ -47,21 +47,25 @@ _keep_compiled_kernels()
 _OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "error_model": "numpy"}
 
 
-def kernel(
-    function: Callable[..., Any] | None = None, *, parallel: bool = False, makes_arrays: bool = True
-) -> Any:  # fmt: skip
-    """Compile at the first call, once a machine, without the interpreter's lock. Infinities and NaNs stay exact.
+_INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Of functions that only kernels call."""
 
-    makes_arrays False: nor does it count references to arrays, which costs a call more than a few hundred numbers,
-    and several threads that count the same ones much more.
-    """
-    compiled = numba.njit(nogil=True, cache=True, parallel=parallel, _nrt=makes_arrays, **_OPTIONS)
+
+def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+    """Compile at the first call, once a machine, without the interpreter's lock. Infinities and NaNs stay exact."""
+    compiled = numba.njit(nogil=True, cache=True, parallel=parallel, **_OPTIONS)
     return compiled if function is None else compiled(function)
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """A function of arrays that kernels are made of. It makes no arrays, and counts no references to those it has:
+    that costs a call more than hundreds of numbers, and threads that count the same ones much more."""
+    return numba.njit(_nrt=False, **_INSIDE, **_OPTIONS)(function)
 
 
 def scalar(function: Callable[..., Any]) -> Any:
     """A function of numbers for use inside kernels, rounded as it is written."""
-    return numba.njit(fastmath={"contract"}, error_model="numpy")(function)
+    return numba.njit(fastmath={"contract"}, error_model="numpy", **_INSIDE)(function)
 
 
 @intrinsic

@@ -7,7 +7,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .jit import kernel, types
+from .jit import part, types
 from .simd import LANES
 
 ROWS = 4
@@ -96,7 +96,7 @@ def _generate_tile(context: Any, builder: ir.IRBuilder, signature: Any, values: 
     return context.get_dummy_value()
 
 
-@kernel
+@part
 def matmul(rows, a, weight, layer, out, add):
     """out[:rows] (+)= a[:rows, :K] times one layer of packed weights [layers, panels, K, PANEL].
 

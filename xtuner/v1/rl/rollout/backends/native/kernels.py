@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xtuner.v1.ops.jit import exp, scalar
-from xtuner.v1.ops.jit import kernel as _kernel
+from xtuner.v1.ops.jit import exp, kernel, part, scalar
 from xtuner.v1.ops.jit_gemm import matmul, padded
 from xtuner.v1.ops.simd import LANES, exp_lanes, fma, larger, largest, load, splat, store, total
 from xtuner.v1.ops.threads import run_blocks
@@ -19,7 +18,6 @@ from xtuner.v1.ops.threads import run_blocks
 from .sampler import uniform
 from .scheduler import LENGTH, NOT_FINITE, RUNNING, STOP
 
-kernel = _kernel(makes_arrays=False)
 _uniform = scalar(uniform)
 # Constants of Numpy: for each one of Python, Numba would compile the function that gets it once more.
 _ADD, _SET, _YES, _NO, _FIRST = np.bool_(True), np.bool_(False), np.bool_(True), np.bool_(False), np.int64(0)
@@ -108,7 +106,7 @@ class Rows(NamedTuple):
         )  # fmt: skip
 
 
-@scalar
+@part
 def _of_block(rows, block):
     return Rows(
         rows.slots[block], rows.places[block], rows.ids[block], rows.positions[block], rows.hidden[block],
@@ -125,7 +123,7 @@ def _up(number, multiple):
 # ---------------------------------------------------------------- the model
 
 
-@kernel
+@part
 def _rms_norm(count, x, weight, layer, eps, out):
     width = weight.shape[1]
     for i in range(count):
@@ -137,14 +135,14 @@ def _rms_norm(count, x, weight, layer, eps, out):
             out[i, c] = x[i, c] * factor * weight[layer, c]
 
 
-@kernel
+@part
 def _add_bias(count, x, bias, layer):
     for i in range(count):
         for c in range(bias.shape[1]):
             x[i, c] += bias[layer, c]
 
 
-@scalar
+@part
 def _rotate(x, at, weight, weight_at, cos, sin, angle_at, dim, eps, factor):
     """RMS-norm one head if there is a weight, rotate it and multiply it by `factor`, in place."""
     half, scale = dim // 2, splat(factor)
@@ -162,7 +160,7 @@ def _rotate(x, at, weight, weight_at, cos, sin, angle_at, dim, eps, factor):
         store(x, at + half + d, second * cosine + first * sine)
 
 
-@kernel
+@part
 def _store(count, layer, m, w, cache, r):
     """Rotate queries, which get the scale of attention too, and keys; put keys and values into the cache."""
     _, layers, _, length, dim = cache.values.shape
@@ -186,7 +184,7 @@ def _store(count, layer, m, w, cache, r):
                 store(cache.values, row * dim + d, load(r.qkv, at + value + d))
 
 
-@kernel
+@part
 def _attend(count, layer, m, cache, r):
     """Every row to its sequence up to itself."""
     _, layers, _, length, dim = cache.values.shape
@@ -225,7 +223,7 @@ def _attend(count, layer, m, cache, r):
                 store(r.attended, out + d + LANES, right * share)
 
 
-@scalar
+@part
 def _highest(x, at, size):
     """Of whole vectors from place `at` on."""
     best = load(x, at)
@@ -234,7 +232,7 @@ def _highest(x, at, size):
     return largest(best)
 
 
-@kernel
+@part
 def _swiglu(count, inner, x):
     """silu(gate) * up in the gate's place."""
     for i in range(count):
@@ -243,7 +241,7 @@ def _swiglu(count, inner, x):
             x[i, c] = gate / (_ONE + exp(-gate)) * x[i, inner + c]
 
 
-@kernel
+@part
 def _forward(count, m, w, cache, r, fills_only):
     """From `ids` at `positions` of their sequences to hidden states before the last norm.
 
@@ -285,7 +283,7 @@ def prefill(starts, ids, positions, places, copy_starts, copies, m, w, cache, ro
     run_blocks(_prefill_block, starts.size - 1, threads, arguments)
 
 
-@kernel
+@part
 def _prefill_block(block, starts, ids, positions, places, copy_starts, copies, m, w, cache, rows):
     r = _of_block(rows, block)
     for begin in range(starts[block], starts[block + 1], r.ids.size):
@@ -297,7 +295,7 @@ def _prefill_block(block, starts, ids, positions, places, copy_starts, copies, m
         _copy(copies[c, 0], copies[c, 1], copies[c, 2], cache)
 
 
-@kernel
+@part
 def _copy(source, target, size, cache):
     _, layers, heads, _, dim = cache.values.shape
     for layer in range(layers):
@@ -329,7 +327,7 @@ def decode(
     run_blocks(_decode_block, starts.size - 1, threads, arguments)
 
 
-@kernel
+@part
 def _decode_block(
     block, starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows
 ):  # fmt: skip
@@ -365,7 +363,7 @@ def _decode_block(
             break
 
 
-@kernel
+@part
 def _end(token, logprob, row, stop_ids, slot):
     if not math.isfinite(logprob):
         return NOT_FINITE
@@ -381,7 +379,7 @@ def _weight_lanes(x):
     return larger(exp_lanes(x) - splat(np.float32(1.7e-38)), splat(_ZERO))
 
 
-@kernel
+@part
 def _sample(i, vocab, row, stop_ids, slot, r):
     """Token and log-prob as `sampler.sample` defines them. Overwrites row i of the logits."""
     at, whole, early = i * r.logits.shape[1], _up(vocab, LANES), row.length < row.min_length
@@ -420,7 +418,7 @@ def _sample(i, vocab, row, stop_ids, slot, r):
     return token, np.log(r.logits[i, token] / sum_)
 
 
-@kernel
+@part
 def _forbid(i, stop_ids, slot, r):
     for s in range(stop_ids.shape[1]):
         r.logits[i, stop_ids[slot, s]] = -_INFINITY
