@@ -9,7 +9,7 @@ from torch import Tensor
 from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .cpu import array
-from .jit import kernel, scalar
+from .jit import kernel, part
 from .simd import LANES, exp_lanes, first, fma, larger, load, load_one, splat, store
 from .threads import num_threads, run_blocks
 
@@ -19,6 +19,7 @@ _ROWS = 32
 # Constants of NumPy: for each one of Python, Numba would compile the function that gets it once more.
 _LANES, _TILE, _NONE, _ONE = np.int64(LANES), np.int64(8), np.int64(0), np.int64(1)
 _ADD, _SET = np.bool_(True), np.bool_(False)
+_F32 = np.float32
 
 
 class CpuAttention:
@@ -47,8 +48,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, layout):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, peaks, shares = (q.new_zeros(*q.shape[:2], *size) for size in ((v.shape[2],), (), ()))
-        ctx.arguments = (*layout, np.float32(scale))
+        out, peaks, shares = (q.new_empty(*q.shape[:2], *size) for size in ((v.shape[2],), (), ()))
+        ctx.arguments = (*layout, _F32(scale))
         _forward(*map(array, (q, k, v, out, peaks, shares)), *ctx.arguments, num_threads())
         ctx.save_for_backward(q, k, v, out, peaks, shares)
         return out
@@ -87,14 +88,14 @@ def _forward_block(block, q, k, v, out, peaks, shares, starts, families, members
     head_q, step = head * group, max(1, _ROWS // group)
     prefix, most = _lengths(starts, members, families[family], families[family + 1])
     rows = _up(step * group, _LANES)
-    keys, values = _zeros(most, dim), _zeros(most, _up(v_dim, _LANES))
-    queries, scores, result = _zeros(rows // _LANES * dim, _LANES), _zeros(most, rows), _zeros(rows, values.shape[1])
-    peak, share = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    keys, values = np.zeros((most, dim), _F32), np.zeros((most, _up(v_dim, _LANES)), _F32)
+    queries, scores = np.zeros((rows // _LANES * dim, _LANES), _F32), np.zeros((most, rows), _F32)
+    result, peak, share = np.zeros((rows, values.shape[1]), _F32), np.empty(rows, _F32), np.empty(rows, _F32)
     for m in range(families[family], families[family + 1]):
         start, length = starts[members[m]], starts[members[m] + 1] - starts[members[m]]
         before = 0 if m == families[family] else prefix
-        _pack(k, start, head, _ONE, np.float32(1), keys, before, length)
-        _pack(v, start, head, _ONE, np.float32(1), values, before, length)
+        _pack(k, start, head, _ONE, _F32(1), keys, before, length)
+        _pack(v, start, head, _ONE, _F32(1), values, before, length)
         for t in range(0, length, step):
             steps = min(step, length - t)
             count, seen = steps * group, before + t + steps
@@ -120,15 +121,15 @@ def _backward_block(
     """
     family, head = block // k.shape[1], block % k.shape[1]
     group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
-    head_q, step, one = head * group, max(1, _ROWS // group), np.float32(1)
+    head_q, step, one = head * group, max(1, _ROWS // group), _F32(1)
     prefix, most = _lengths(starts, members, families[family], families[family + 1])
     rows, wide, v_wide = _up(step * group, _LANES), _up(dim, _LANES), _up(v_dim, _LANES)
-    keys, values = _zeros(most, wide), _zeros(most, v_dim)
-    grad_keys, grad_values = np.zeros((most, wide), np.float32), np.zeros((most, v_wide), np.float32)
-    queries, query_columns, result = _zeros(rows, wide), _zeros(rows // _LANES * dim, _LANES), _zeros(rows, wide)
-    grads, grad_columns = _zeros(rows, v_wide), _zeros(rows // _LANES * v_dim, _LANES)
-    scores, slopes = _zeros(most, rows), _zeros(most, rows)
-    peak, share, mean = np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    keys, grad_keys = np.zeros((most, wide), _F32), np.zeros((most, wide), _F32)
+    values, grad_values = np.zeros((most, v_dim), _F32), np.zeros((most, v_wide), _F32)
+    queries, query_columns = np.zeros((rows, wide), _F32), np.zeros((rows // _LANES * dim, _LANES), _F32)
+    grads, grad_columns = np.zeros((rows, v_wide), _F32), np.zeros((rows // _LANES * v_dim, _LANES), _F32)
+    scores, slopes, result = np.zeros((most, rows), _F32), np.zeros((most, rows), _F32), np.zeros((rows, wide), _F32)
+    peak, share, mean = np.empty(rows, _F32), np.empty(rows, _F32), np.empty(rows, _F32)
     for m in range(families[family], families[family + 1]):
         start, length = starts[members[m]], starts[members[m] + 1] - starts[members[m]]
         before = 0 if m == families[family] else prefix
@@ -146,7 +147,7 @@ def _backward_block(
             for r in range(count):
                 row, column = start + t + r // group, head_q + r % group
                 peak[r], share[r] = peaks[row, column], shares[row, column]
-                dot = np.float32(0)
+                dot = _F32(0)
                 for d in range(v_dim):
                     dot += grads[r, d] * out[row, column, d]
                 mean[r] = dot
@@ -166,17 +167,12 @@ def _backward_block(
     _unpack(grad_values, _NONE, prefix, one, grad_v, start, head, _ONE)
 
 
-@scalar
+@part
 def _up(number, multiple):
     return (number + multiple - 1) // multiple * multiple
 
 
-@scalar
-def _zeros(rows, columns):
-    return np.zeros((rows, columns), np.float32)
-
-
-@scalar
+@part
 def _lengths(starts, members, first_member, end):
     """Rows of a family's prefix, and the most keys that one of its segments sees, in whole tiles."""
     prefix, longest = starts[members[first_member] + 1] - starts[members[first_member]], 0
@@ -185,7 +181,7 @@ def _lengths(starts, members, first_member, end):
     return prefix, _up(prefix + longest, _TILE)
 
 
-@scalar
+@part
 def _pack(source, start, head, group, factor, target, row, count):
     """factor * rows [start, start + count) of heads [head, head + group), row by row, into target from `row` on."""
     for t in range(count):
@@ -194,7 +190,7 @@ def _pack(source, start, head, group, factor, target, row, count):
                 target[row + t * group + g, d] = source[start + t, head + g, d] * factor
 
 
-@scalar
+@part
 def _unpack(source, row, count, factor, target, start, head, group):
     """The way back."""
     for t in range(count):
@@ -203,7 +199,7 @@ def _unpack(source, row, count, factor, target, start, head, group):
                 target[start + t, head + g, d] = source[row + t * group + g, d] * factor
 
 
-@scalar
+@part
 def _pack_columns(source, start, head, group, factor, target, count):
     """As `_pack`, transposed: the rows are columns in panels of _LANES, target [rows / _LANES * dim, _LANES]."""
     dim = source.shape[2]
@@ -214,30 +210,30 @@ def _pack_columns(source, start, head, group, factor, target, count):
                 target[row // _LANES * dim + d, row % _LANES] = source[start + t, head + g, d] * factor
 
 
-@scalar
+@part
 def _softmax(scores, r, group, before, seen, peak, share):
     """exp(score - peak) of the rows [r, r + _LANES), 0 where a key is behind the row; `share` is 1 / their sum.
 
     Key j is seen by the rows from (j - before) * group on.
     """
-    stride, hidden = scores.shape[1], splat(np.float32(-np.inf))
+    stride, hidden = scores.shape[1], splat(_F32(-np.inf))
     most = hidden
     for j in range(seen):
         most = larger(most, first(hidden, (j - before) * group - r, load(scores, j * stride + r)))
-    sums, nothing = splat(np.float32(0)), splat(np.float32(0))
+    sums, nothing = splat(_F32(0)), splat(_F32(0))
     for j in range(seen):
         weight = exp_lanes(load(scores, j * stride + r) - most)
         weight = first(nothing, (j - before) * group - r, weight)
         sums = sums + weight
         store(scores, j * stride + r, weight)
     store(peak, r, most)
-    store(share, r, splat(np.float32(1)) / sums)
+    store(share, r, splat(_F32(1)) / sums)
 
 
-@scalar
+@part
 def _softmax_backward(scores, slopes, r, group, before, seen, peak, share, mean):
     """Scores become probabilities, and slopes of probabilities those of scores; 0 up to the end of the last tile."""
-    stride, nothing = scores.shape[1], splat(np.float32(0))
+    stride, nothing = scores.shape[1], splat(_F32(0))
     most, factor, centre = load(peak, r), load(share, r), load(mean, r)
     for j in range(seen):
         hidden = (j - before) * group - r
@@ -250,7 +246,7 @@ def _softmax_backward(scores, slopes, r, group, before, seen, peak, share, mean)
         store(slopes, j * stride + r, nothing)
 
 
-@scalar
+@part
 def _multiply(a, a_row, a_step, b, b_panel, b_step, c, rows, columns, depth, add):
     """c = a b, or c += a b. Entry (i, k) of a is a[i * a_row + k * a_step]; entry (k, j) of b lies _LANES beside
     each other in panels, at b[j / _LANES * b_panel + k * b_step]. Rows of a and c are whole tiles, columns whole
@@ -259,7 +255,7 @@ def _multiply(a, a_row, a_step, b, b_panel, b_step, c, rows, columns, depth, add
     for j in range((columns + _LANES - 1) // _LANES):
         for i in range(0, rows, _TILE):
             p, q, o = i * a_row, j * b_panel, i * c_row + j * _LANES
-            s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = splat(np.float32(0))
+            s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = splat(_F32(0))
             if add:
                 s0, s1 = load(c, o), load(c, o + c_row)
                 s2, s3 = load(c, o + 2 * c_row), load(c, o + 3 * c_row)

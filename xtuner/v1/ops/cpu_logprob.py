@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .cpu import array
-from .jit import exp, kernel
+from .jit import exp, kernel, part
 from .simd import LANES, larger, largest, load, splat
 from .threads import num_threads, run_blocks
 
@@ -51,7 +51,7 @@ def _statistics(logits, labels, inv_temperature, logprobs, lse, entropy, with_en
     run_blocks(_statistics_block, (labels.size + _ROWS - 1) // _ROWS, threads, arguments)
 
 
-@kernel
+@part
 def _statistics_block(block, logits, labels, inv_temperature, logprobs, lse, entropy, with_entropy):
     vocab = logits.shape[1]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, labels.size)):
@@ -80,7 +80,7 @@ def _gradient(logits, labels, inv_temperature, lse, grad_logprobs, entropy, grad
     run_blocks(_gradient_block, (labels.size + _ROWS - 1) // _ROWS, threads, arguments)
 
 
-@kernel
+@part
 def _gradient_block(block, logits, labels, inv_temperature, lse, grad_logprobs, entropy, grad_entropy, with_entropy):
     """d logprob / d z = onehot - p; d entropy / d z = -p (log p + entropy); z = logits * inv_temperature."""
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, labels.size)):

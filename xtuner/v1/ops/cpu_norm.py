@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .cpu import array, copied
-from .jit import kernel
+from .jit import kernel, part
 from .threads import num_threads, run_blocks, sum_rows
 
 _ROWS = 64
@@ -77,7 +77,7 @@ def _forward(x, residual, whole, weight, eps, y, inverse, add, threads):
     run_blocks(_forward_block, (x.shape[0] + _ROWS - 1) // _ROWS, threads, arguments)
 
 
-@kernel
+@part
 def _forward_block(block, x, residual, whole, weight, eps, y, inverse, add):
     size = x.shape[1]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, x.shape[0])):
@@ -101,7 +101,7 @@ def _backward(grad, addend, x, weight, inverse, grad_x, grad_weight, add, thread
     sum_rows(partial, grad_weight)
 
 
-@kernel
+@part
 def _backward_block(block, grad, addend, x, weight, inverse, grad_x, partial, add):
     """With y = x * inverse: d weight = sum(grad * y), d x = inverse * (grad * weight - y * mean(grad * weight * y))."""
     size = x.shape[1]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .cpu import array, copied
-from .jit import kernel, scalar
+from .jit import kernel, part
 from .rotary import RotaryTable
 from .simd import LANES, fma, load, splat, store, total
 from .threads import num_threads, run_blocks, sum_rows
@@ -64,7 +64,7 @@ def _forward(qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps, t
     run_blocks(_forward_block, (qkv.shape[0] + _ROWS - 1) // _ROWS, threads, arguments)
 
 
-@kernel
+@part
 def _forward_block(block, qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps):
     num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, qkv.shape[0])):
@@ -81,7 +81,7 @@ def _forward_block(block, qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, n
             store(v, r * num_kv * dim + j, load(qkv, start + j))
 
 
-@scalar
+@part
 def _turn(source, place, target, goal, weight, cos, sin, row, normed, eps):
     """Norm and rotate one head; returns 1 / rms."""
     half = cos.shape[1]
@@ -116,7 +116,7 @@ def _backward(
     sum_rows(partial[1], grad_weights[1])
 
 
-@kernel
+@part
 def _backward_block(
     block, grad_q, grad_k, grad_v, qkv, inverse, q_weight, k_weight, grad_qkv, cos, sin, normed, q_sums, k_sums
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def _backward_block(
             store(grad_qkv, start + j, load(grad_v, r * num_kv * dim + j))
 
 
-@scalar
+@part
 def _turn_back(grad, place, source, goal, target, inverse, weight, cos, sin, row, normed, sums, sum_place):
     """The gradient of `_turn`; adds the weight's to sums[sum_place:]. See `cpu_norm` for the norm's."""
     half = cos.shape[1]

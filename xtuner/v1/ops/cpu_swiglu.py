@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .cpu import array
-from .jit import exp, kernel
+from .jit import exp, kernel, part
 from .threads import num_threads, run_blocks
 
 _ROWS = 32
@@ -43,7 +43,7 @@ def _forward(gate_up, out, threads):
     run_blocks(_forward_block, (out.shape[0] + _ROWS - 1) // _ROWS, threads, (gate_up, out))
 
 
-@kernel
+@part
 def _forward_block(block, gate_up, out):
     size = out.shape[1]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, out.shape[0])):
@@ -57,7 +57,7 @@ def _backward(gate_up, grad, grad_in, threads):
     run_blocks(_backward_block, (grad.shape[0] + _ROWS - 1) // _ROWS, threads, (gate_up, grad, grad_in))
 
 
-@kernel
+@part
 def _backward_block(block, gate_up, grad, grad_in):
     """silu(x) = x s with s = sigmoid(x); its slope is s (1 + x (1 - s))."""
     size, one = grad.shape[1], np.float32(1)

@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import scalar
+from .jit import part
 
 _BYTES, _INT, _INT32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
 _BODY = ir.FunctionType(ir.VoidType(), [_BYTES])
@@ -106,7 +106,7 @@ def _fill_body(context: Any, body: ir.Function, work_type: ir.Type, compiled: An
     builder.ret_void()
 
 
-@scalar
+@part
 def sum_rows(partial, out):
     """Add up what blocks left, one row of `partial` [blocks, N] after the other: the same sum in every run."""
     for j in range(out.size):
