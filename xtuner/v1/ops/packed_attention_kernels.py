@@ -21,12 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-QUERY_FIELDS, KEY_FIELDS = 6, 4
 REGISTERS = 168
 """A thread's share of the registers at launch. Then the groups that multiply take 240, the copying warp keeps 24."""
 
 _ANY_SIZE = ("slots", "rows", "num_q", "num_kv", "group")
-_QUERY_FIELDS, _KEY_FIELDS = gl.constexpr(QUERY_FIELDS), gl.constexpr(KEY_FIELDS)
+_QUERY_FIELDS, _KEY_FIELDS = gl.constexpr(6), gl.constexpr(4)
 
 
 @gluon.jit(do_not_specialize=_ANY_SIZE)
