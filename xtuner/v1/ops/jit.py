@@ -13,6 +13,8 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from xtuner.v1.utils import get_logger
+
 
 def _prefer_widest_vectors() -> None:
     """LLVM keeps to half of AVX-512's width unless told otherwise; Numba reads the features when it is imported."""
@@ -51,10 +53,14 @@ _INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Of functions that only kernels call."""
 
 
-def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
     """Compile at the first call, once a machine, without the interpreter's lock. Infinities and NaNs stay exact."""
-    compiled = numba.njit(nogil=True, cache=True, parallel=parallel, **_OPTIONS)
-    return compiled if function is None else compiled(function)
+    compiled = numba.njit(nogil=True, **_OPTIONS)(function)
+    try:
+        compiled.enable_caching()
+    except RuntimeError as error:
+        get_logger().warning(f"CPU kernels are compiled in every process, as none can be kept: {error}")
+    return compiled
 
 
 def part(function: Callable[..., Any]) -> Any:

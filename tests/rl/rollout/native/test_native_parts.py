@@ -50,6 +50,14 @@ def test_cache_keeps_its_content_as_it_grows_and_never_passes_its_budget():
     assert cache.longest_sequence == 2000
 
 
+def test_steps_beyond_the_longest_sequence_do_not_move_the_storage():
+    cache = _cache(2000, max_length=100)
+    assert cache.grow(np.array([20, 100]))
+    before = [t.data_ptr() for t in cache.keys]
+    assert cache.grow(np.array([35, 115])) and cache.grow(np.array([36, 116]))
+    assert [t.data_ptr() for t in cache.keys] == before
+
+
 def test_cache_moves_whole_slots():
     cache = _cache(2000)
     cache.reserve(5, 16, live=0)

@@ -68,8 +68,11 @@ class SlotCache:
         raise NotImplementedError
 
     def grow(self, lengths: np.ndarray) -> bool:
-        """Make room for so many tokens int64 [B] in the running slots; False if the budget does not allow it."""
-        return self.reserve(len(lengths), int(lengths.max()), live=len(lengths))
+        """Make room for so many tokens int64 [B] in the running slots; False if the budget does not allow it.
+
+        Some may be more than any sequence gets: several steps are asked for at once, and a sequence may end before.
+        """
+        return self.reserve(len(lengths), min(int(lengths.max()), self.max_length), live=len(lengths))
 
     def release(self, slots: list[int], sources: list[int], targets: list[int], length: int) -> None:
         """Forget the sequences in `slots`; then those in `sources`, of at most `length` tokens, go to `targets`."""
