@@ -1,5 +1,6 @@
 """What a run does step by step, and what stands in its folder afterwards."""
 
+import gc
 import json
 import logging
 import math
@@ -32,6 +33,15 @@ def test_every_answer_is_kept_with_what_was_made_of_it(model, tmp_path):
         advantages = [r["advantage"] for r in rows if r["group_id"] == group]
         assert len(advantages) == 4 and sum(advantages) == pytest.approx(0, abs=1e-6)
     assert any(r["advantage"] > 0 for r in rows)
+
+
+def test_the_garbage_collector_is_left_as_it_was(model, tmp_path):
+    gc.set_threshold(701, 9, 8)
+    try:
+        fit(config(model, tmp_path, total_train_steps=1))
+        assert (gc.get_threshold(), gc.get_freeze_count()) == ((701, 9, 8), 0)
+    finally:
+        gc.set_threshold(700, 10, 10)
 
 
 class FailsOnce:

@@ -2,9 +2,13 @@
 
 import errno
 import json
+import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from xtuner.v1.data_proto import RolloutState, Status
 from xtuner.v1.train.checkpoints import (
     expect_files,
     keep_newest,
@@ -16,7 +20,7 @@ from xtuner.v1.train.checkpoints import (
 )
 from xtuner.v1.train.experiment import META_FILE, Experiment, environment, without_secrets
 from xtuner.v1.train.progress import Progress, step_line
-from xtuner.v1.train.run_log import MetricWriter, last_step
+from xtuner.v1.train.run_log import MetricWriter, last_step, write_trajectories
 from xtuner.v1.utils import lock_file, write_atomic, write_json
 
 from .helpers import read_rows
@@ -150,6 +154,24 @@ def test_a_failed_write_leaves_the_old_file_and_no_part(tmp_path):
         write_atomic(path, fail)
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_trajectory_is_json_whatever_the_judger_put_into_its_reward(tmp_path):
+    path = tmp_path / "train_rollout_1.jsonl"
+    odd = RolloutState(
+        message=[{"role": "user", "content": "né?"}], rollout_id=1, response="é", response_ids=[5, 6],
+        logprobs=[-0.12345678, -1e-9], train_logprobs=[-0.5, math.nan], response_model_steps=[2, 2],
+        status=Status.COMPLETED,
+    )  # fmt: skip
+    odd.reward = {"score": 1.0, "margin": math.inf, "where": Path("a"), 3: np.float32(0.5)}
+    failed = RolloutState(message=[], rollout_id=2, status=Status.FAILED, error_msg="gone")
+    write_trajectories(path, [[odd], [failed]])
+    assert "né?" in path.read_text(encoding="utf-8")
+    summary, first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert (summary["total_len"], summary["reward_mean"], summary["response_len_max"]) == (2, 1.0, 2)
+    assert first["rollout_logprobs"] == [-0.123457, 0.0] and first["train_logprobs"] == [-0.5, None]
+    assert first["reward_payload"] == {"score": 1.0, "margin": None, "where": "a", "3": "0.5"}
+    assert (second["rollout_logprobs"], second["reward"], second["error_msg"]) == (None, None, "gone")
 
 
 def test_a_lock_is_held_until_it_is_closed(tmp_path):

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from xtuner.v1.data_proto import RolloutState, SampleParams, Status
-from xtuner.v1.rl.rollout.answers import fit_to_context, sample_seed
+from xtuner.v1.rl.rollout.answers import decode, fit_to_context, sample_seed
 from xtuner.v1.rl.rollout.backends.base import GenerateOutput
 from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.rollout.worker import RolloutConfig, RolloutWorker
@@ -144,6 +144,26 @@ def test_the_text_ends_with_its_stop_string_though_the_last_token_goes_on(keep, 
     asyncio.run(main())
 
 
+def test_text_is_what_the_tokenizer_s_own_decode_says():
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE({"a": 0, "b": 1, ",": 2, "Ġ": 3}, []))
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken("<end>")])
+    plain = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=True)
+    ids = [0, 3, 2, 1, 4]
+    for skip in (True, False):
+        said = plain.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert decode(plain, ids, skip) == said == "a ,b" + ("" if skip else "<end>")
+
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args, **kwargs):
+            return super()._decode(*args, **kwargs).upper()
+
+    assert decode(Shouting(tokenizer_object=core), ids, True) == "A ,B"
+
+
 def test_turns_go_on_from_the_tokens_of_the_call():
     async def main():
         controller, engines = await setup(good)
@@ -264,6 +284,49 @@ def test_a_caller_that_gives_up_is_no_failed_attempt():
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (len(engines[0].requests), engines[0].cancelled) == (1, 1)
+
+    asyncio.run(main())
+
+
+def test_time_limits_of_request_and_caller_do_not_take_each_other_s_cancellation():
+    """A request ends by cancelling the task that waits for it: that must not end what the caller does next, and the
+    caller's own limit must not pass for the request's."""
+
+    async def main():
+        controller, _ = await setup(lambda request, n: HANG, rollout_timeout=0.05, max_retry_per_sample=0)
+        sample = await controller.generate(state())
+        task = asyncio.current_task()
+        assert (sample.status, task.cancelling()) == (Status.FAILED, 0)
+        async with asyncio.timeout(5):
+            await asyncio.sleep(0)
+
+        controller, engines = await setup(lambda request, n: HANG, rollout_timeout=60)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await controller.generate(state())
+        assert (engines[0].cancelled, task.cancelling()) == (1, 0)
+        assert (await controller.metrics())["timeouts"] == 0
+
+    asyncio.run(main())
+
+
+def test_every_request_has_the_whole_time_limit_whenever_it_came():
+    """One watch serves all requests: it must wake for the later ones too, with nothing of an earlier one's time."""
+
+    async def main():
+        controller, engines = await setup(lambda request, n: HANG, rollout_timeout=0.2, max_retry_per_sample=0)
+        loop = asyncio.get_running_loop()
+
+        async def spent(number):
+            start = loop.time()
+            sample = await controller.generate(state(number))
+            assert "no answer within" in sample.error_msg
+            return loop.time() - start
+
+        first = asyncio.create_task(spent(1))
+        await asyncio.sleep(0.1)
+        assert await spent(2) >= 0.2 and await first >= 0.2
+        assert await asyncio.wait_for(spent(3), 10) >= 0.2  # after a time without requests
 
     asyncio.run(main())
 

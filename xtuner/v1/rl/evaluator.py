@@ -77,7 +77,6 @@ class Evaluator:
             task.name: self._num_prompts(task.name, len(task.sampler)) for task in manager.tasks
         }
         """Prompts of each task that an evaluation scores."""
-        self._prompts: dict[str, list[RolloutState]] = {}
 
     def _num_prompts(self, task_name: str, available: int) -> int:
         wanted, ratio = self._config.eval_sample_num, self._config.eval_sample_ratio
@@ -136,12 +135,9 @@ class Evaluator:
         jobs: list[tuple[AgentLoop, Group]] = []
         stride = max(task.sampler.prompt_repeat_k for task in self._manager.tasks)
         for task in self._manager.tasks:
-            prompts = self._prompts.get(task.name)
-            if prompts is None:  # read and tokenised once: they are the same every time
-                prompts = [task.sampler.dataloader[index] for index in range(self.num_prompts[task.name])]
-                self._prompts[task.name] = prompts
-            for prompt in prompts:
+            for index in range(self.num_prompts[task.name]):
                 group_id, rollout_id = EVAL_ID_BASE + len(jobs), EVAL_ID_BASE + len(jobs) * stride
+                prompt = task.sampler.dataloader[index]
                 group = make_group(prompt, task.sampler.prompt_repeat_k, group_id, rollout_id, task.name)
                 jobs.append((task.agent_loop, group))
         return jobs
