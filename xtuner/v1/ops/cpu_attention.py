@@ -90,7 +90,7 @@ def _forward_block(block, q, k, v, out, peaks, shares, starts, families, members
     rows = _up(step * group, _LANES)
     keys, values = np.zeros((most, dim), _F32), np.zeros((most, _up(v_dim, _LANES)), _F32)
     queries, scores = np.zeros((rows // _LANES * dim, _LANES), _F32), np.zeros((most, rows), _F32)
-    result, peak, share = np.zeros((rows, values.shape[1]), _F32), np.empty(rows, _F32), np.empty(rows, _F32)
+    result, peak, share = np.zeros((rows, values.shape[1]), _F32), np.zeros(rows, _F32), np.zeros(rows, _F32)
     for m in range(families[family], families[family + 1]):
         start, length = starts[members[m]], starts[members[m] + 1] - starts[members[m]]
         before = 0 if m == families[family] else prefix
@@ -129,7 +129,7 @@ def _backward_block(
     queries, query_columns = np.zeros((rows, wide), _F32), np.zeros((rows // _LANES * dim, _LANES), _F32)
     grads, grad_columns = np.zeros((rows, v_wide), _F32), np.zeros((rows // _LANES * v_dim, _LANES), _F32)
     scores, slopes, result = np.zeros((most, rows), _F32), np.zeros((most, rows), _F32), np.zeros((rows, wide), _F32)
-    peak, share, mean = np.empty(rows, _F32), np.empty(rows, _F32), np.empty(rows, _F32)
+    peak, share, mean = np.zeros(rows, _F32), np.zeros(rows, _F32), np.zeros(rows, _F32)
     for m in range(families[family], families[family + 1]):
         start, length = starts[members[m]], starts[members[m] + 1] - starts[members[m]]
         before = 0 if m == families[family] else prefix
