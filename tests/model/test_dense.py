@@ -125,6 +125,24 @@ def test_forward_is_the_softmax_of_logits_at_the_temperature() -> None:
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-5)
 
 
+def test_dropping_rows_behind_the_last_attention_changes_nothing_but_the_work() -> None:
+    """Rows 0 to 2 are seen by the targets, row 8 is seen by none, and row 3 is trained on twice."""
+    ids, rows, labels = torch.tensor(random_ids(0, 9)), torch.tensor([3, 7, 3, 4]), torch.tensor([5, 6, 7, 8])
+    results = []
+    for drops in (True, False):
+        model = tiny_model()
+        model.drops_rows = drops
+        worked_on: list[int] = []
+        model.layers[-1].mlp.register_forward_hook(lambda _, args, __, out=worked_on: out.append(len(args[0])))
+        context = PackedAttention(SegmentLayout([9], [-1]), "cpu")
+        logprobs, _ = model(ids, torch.arange(9), context, rows, labels, torch.ones(4), 8)
+        (logprobs * torch.tensor([1.0, -2.0, 3.0, 0.5])).sum().backward()
+        assert worked_on == [4 if drops else 9]
+        results.append([logprobs.detach(), *(p.grad for p in model.parameters())])
+    for dropped, whole in zip(*results, strict=True):
+        torch.testing.assert_close(dropped, whole, rtol=1e-4, atol=1e-5)
+
+
 def test_pack_without_targets_gives_zero_gradients_to_every_parameter() -> None:
     model = tiny_model(tie_word_embeddings=False)
     none = torch.zeros(0, dtype=torch.int64)

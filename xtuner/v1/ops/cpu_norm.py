@@ -119,4 +119,3 @@ def _backward_block(block, grad, addend, x, weight, inverse, grad_x, partial, ad
         if add:
             for j in range(size):
                 grad_x[r, j] += addend[r, j]
-
