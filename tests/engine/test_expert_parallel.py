@@ -19,7 +19,12 @@ from xtuner.v1.model.hf import load_hf_model
 from .helpers import make_samples, packs_of, weights
 
 # Name -> FSDP options and ranks a pack.
-TWO = {"dp": ({}, 1), "ep": ({"ep_size": 2}, 1), "sp x ep of the same ranks": ({"ep_size": 2}, 2)}
+TWO = {
+    "dp": ({}, 1),
+    "ep": ({"ep_size": 2}, 1),
+    "sp x ep of the same ranks": ({"ep_size": 2}, 2),
+    "sp, load of each pack": ({}, 2),
+}
 FOUR = {
     "dp x ep": ({"ep_size": 2}, 1),
     "ep 4, recomputed": ({"ep_size": 4, "recompute_ratio": 1.0}, 1),
@@ -50,11 +55,20 @@ MODELS = {
         layer_types=["sliding_attention", "full_attention"], **_SHAPE,
     ),
 }  # fmt: skip
+# Only ranks that have the pack of one process can have its loss.
+OF_EACH_PACK = BalancingLossConfig(balancing_loss_alpha=0.1, balancing_loss_global_average=False)
+ALONE = {"qwen3_moe, load of each pack": MODELS["qwen3_moe"].model_copy(update={"balancing_loss_cfg": OF_EACH_PACK})}
+
+
+def models_of(layout: str) -> list[str]:
+    if layout == "sp, load of each pack":
+        return list(ALONE)
+    return list(MODELS) if layout in ("ep", "dp x ep", "sp x ep of the same ranks") else ["qwen3_moe"]
 
 
 def make(model: str, fsdp: dict[str, Any], sp: int) -> TrainEngine:
     engine = TrainEngine(
-        MODELS[model], FSDPConfig(**({"recompute_ratio": 0.0, "torch_compile": False} | fsdp)),
+        (MODELS | ALONE)[model], FSDPConfig(**({"recompute_ratio": 0.0, "torch_compile": False} | fsdp)),
         device=torch.device("cpu"), optim_cfg=AdamWConfig(lr=1e-2, max_grad_norm=0.05, eps=1e-3),
         lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, chunk_size=7, sp_size=sp,
     )  # fmt: skip
@@ -91,7 +105,7 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     path, results = Path(folder), {}
     for name, (fsdp, sp) in (TWO if world == 2 else FOUR).items():
-        for model in MODELS if name in ("ep", "dp x ep", "sp x ep of the same ranks") else ("qwen3_moe",):
+        for model in models_of(name):
             engine = make(model, fsdp, sp)
             result = results[name, model] = train(engine, sp, range(2))
             save_train_state(engine, path / f"{name}-{model}")
@@ -128,7 +142,7 @@ def one(folder) -> dict[str, Any]:
     torch.set_num_threads(1)
     results = {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for model in MODELS:
+    for model in MODELS | ALONE:
         engine = make(model, {}, 1)
         results[model] = train(engine, 1, range(2))
         save_train_state(engine, folder / f"one-{model}")
@@ -140,7 +154,7 @@ def one(folder) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_experts_on_several_ranks_equal_one_process(one, folder, world) -> None:
     results = spawned(world, folder)
-    assert len(results) == (7 if world == 2 else 5)
+    assert len(results) == (8 if world == 2 else 5)
     for (name, model), got in results.items():
         expected = one[model]
         assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5), name

@@ -11,35 +11,24 @@ from xtuner.v1.model import MoEModelConfig
 from xtuner.v1.model.moe import RouterStats
 
 
-def segment_counts(pack: PackedBatch) -> list[int]:
-    """How many samples hold each segment: padding none, a shared prompt as many as it has responses."""
-    counts = [0] * len(pack.layout.lengths)
-    for prefix in pack.layout.prefix:
-        if prefix >= 0:
-            counts[prefix] += 1
-    counts = [max(1, count) for count in counts]
-    padding = pack.num_padding
-    for segment in reversed(range(len(counts))):
-        if padding <= 0:
-            break
-        padding -= pack.layout.lengths[segment]
-        counts[segment] = 0
-    return counts
-
-
 def row_counts(pack: PackedBatch) -> Tensor:
-    """int32 [T]: how many samples hold each row, so that sums over rows do not depend on how samples are packed."""
-    counts, lengths = torch.tensor([segment_counts(pack), pack.layout.lengths], dtype=torch.int32)
-    return counts.repeat_interleave(lengths).to(pack.input_ids.device)
+    """int64 [T]: how many samples hold each row, a shared prompt's as many as it has responses, padding none.
+
+    So sums over rows do not depend on how samples are packed.
+    """
+    lengths, prefix = torch.tensor([pack.layout.lengths, pack.layout.prefix], device=pack.input_ids.device)
+    segments = len(pack.layout.lengths)
+    # A response of one token has no rows: only the row that predicts it tells which prompt it follows.
+    segment = torch.searchsorted(lengths.cumsum(0), pack.target_rows, right=True)
+    prompt = torch.where(prefix[segment] < 0, segment, prefix[segment])
+    holders = (pack.sample_index * segments + prompt).unique() % segments
+    counts = torch.bincount(holders, minlength=segments) + (prefix >= 0)
+    return counts.repeat_interleave(lengths, output_size=pack.input_ids.numel())
 
 
 def num_rows(packs: Sequence[PackedBatch]) -> int:
     """Sum of `row_counts`."""
-    return sum(
-        count * length
-        for pack in packs
-        for count, length in zip(segment_counts(pack), pack.layout.lengths, strict=True)
-    )
+    return sum(int(row_counts(pack).sum()) for pack in packs)
 
 
 class RouterLoss:
@@ -51,9 +40,9 @@ class RouterLoss:
     loss of the whole step however many ranks share it out.
     """
 
-    def __init__(self, config: MoEModelConfig, rows: float) -> None:
-        """rows: `num_rows` of all packs of all ranks."""
-        self._config, self._rows = config, rows
+    def __init__(self, config: MoEModelConfig, rows: float, pack_group: dist.ProcessGroup | None = None) -> None:
+        """rows: `num_rows` of all packs of all ranks. pack_group: the ranks that share out the rows of a pack."""
+        self._config, self._rows, self._pack_group = config, rows, pack_group
         self._assigned: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
 
@@ -66,7 +55,7 @@ class RouterLoss:
         self._assigned = everywhere if self._assigned is None else self._assigned + everywhere
         parts: dict[str, Tensor] = {}
         if balancing is not None:
-            assigned = self._assigned if balancing.balancing_loss_global_average else own
+            assigned = self._assigned if balancing.balancing_loss_global_average else self._of_pack(own)
             share = assigned / assigned.sum(-1, keepdim=True).clamp_min(1)
             prob_sum = torch.stack([layer.prob_sum for layer in stats])
             scale = balancing.balancing_loss_alpha * self._config.n_routed_experts / self._rows
@@ -77,6 +66,11 @@ class RouterLoss:
         for name, value in parts.items():
             self._losses[name] = self._losses.get(name, 0) + value.detach().double()
         return sum(parts.values(), start=own.new_zeros(()))
+
+    def _of_pack(self, own: Tensor) -> Tensor:
+        if self._pack_group is not None:
+            dist.all_reduce(own, group=self._pack_group)
+        return own
 
     def metrics(self) -> dict[str, float]:
         """The losses, and the maximal violation (Wang et al. 2024, arXiv 2408.15664): by how much the busiest expert

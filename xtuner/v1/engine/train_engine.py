@@ -121,7 +121,7 @@ class TrainEngine:
             return None
         rows = torch.tensor(float(num_rows(packs)), dtype=torch.float64, device=self.device)
         dist.all_reduce(rows, group=self.mesh.data_group)
-        return RouterLoss(self.model.config, float(rows))
+        return RouterLoss(self.model.config, float(rows), self.mesh.pack_group)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:
