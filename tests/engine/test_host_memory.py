@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from xtuner.v1.config import AdamWConfig
+from xtuner.v1.engine import save_train_state
 from xtuner.v1.engine.host_memory import HostCopy, PinnedBuffer
 from xtuner.v1.engine.parking import Parking
 
@@ -85,6 +86,8 @@ def test_parking_between_steps_changes_no_bit(tmp_path, moment_dtype):
             parked.forward(pack)
         with pytest.raises(RuntimeError, match=r"parked on the host: call onload\(\)"):
             next(parked.weight_buckets(1 << 30))
+        with pytest.raises(RuntimeError, match=r"parked on the host: call onload\(\)"):
+            save_train_state(parked, tmp_path / "never")
         parking.restore(moments=False)
         parked.logprobs(pack)
         if seed:

@@ -25,6 +25,7 @@ def test_the_library_reads_what_was_written(tmp_path):
         for name, tensor in tensors.items():
             read = file.get_tensor(name)
             assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
+            assert read.data_ptr() % read.element_size() == 0, name
         assert torch.equal(file.get_slice("whole")[1:2], base[1:2])
 
 

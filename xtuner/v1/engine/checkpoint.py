@@ -45,6 +45,7 @@ def save_train_state(
 ) -> None:
     """Write this rank's part, and `counters`, into `folder`, which the caller publishes. Call on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    engine.check_awake()
     engine.parking.moments_ready()
     tensors: dict[str, Tensor] = {}
     where: dict[str, dict] = {}
@@ -133,7 +134,10 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
 
     Raises:
         FileNotFoundError, ValueError, KeyError: it is no checkpoint, not complete, or of another model.
+        RuntimeError: the engine's memory is parked on the host.
     """
+    engine.check_awake()
+    engine.parking.moments_ready()
     shards = _Shards(folder)
     check_frozen(shards.frozen, engine, folder)
     params = dict(_kept_parameters(engine))
@@ -148,6 +152,7 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
             shards.fill(f"param/{name}", param, order)
             if with_optimizer and engine.optimizer is not None and f"step/{name}" in shards.scalars:
                 _fill_moments(engine.optimizer, name, param, order, shards)
+    engine.parking.frozen_changed()
     own = shards.files[min(dist.get_rank(), len(shards.files) - 1)]
     torch.set_rng_state(own.get_tensor("rng/cpu"))
     if engine.device.type == "cuda" and "rng/cuda" in own.keys():

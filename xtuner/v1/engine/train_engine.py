@@ -80,9 +80,12 @@ class TrainEngine:
         if lora_cfg is not None:
             add_adapters(self.model, lora_cfg)
         shard_model(self.model, fsdp_cfg, self.mesh, device)
-        self.model.to_empty(device="cpu" if self.cpu_offload else device)
-        init_adapters(self.model, seed)
         home = torch.device("cpu") if self.cpu_offload else device
+        self.model.to_empty(device=home)
+        for name in self.model.float32_names:
+            param = self.model.get_parameter(name)
+            param.data = param.data.to(device)  # FSDP, which ignores them, would not bring them there
+        init_adapters(self.model, seed)
         self.optimizer = build_optimizer(self.model, optim_cfg, home) if optim_cfg else None
         self.parking = Parking(self.model, self.optimizer, device)
 
@@ -98,7 +101,7 @@ class TrainEngine:
 
         All ranks of a pack (`mesh.pack_group`) call it with the same one and get the same.
         """
-        self._check_awake()
+        self.check_awake()
         share = PackShare(batch, self.mesh)
         chunk = self.chunk_size or max(1, share.labels.numel())
         logprobs, entropy = self.model(
@@ -189,7 +192,7 @@ class TrainEngine:
 
         Every rank must iterate to the end: gathering is collective. One bucket is alive at a time.
         """
-        self._check_awake()
+        self.check_awake()
         bucket, size = WeightBucket({}), 0
         for name, tensor in export_hf_tensors(self.model, dtype or self.compute_dtype):
             bucket.tensors[name] = tensor
@@ -203,6 +206,7 @@ class TrainEngine:
     def save_hf(self, out_dir: Path, source_dir: str | Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face folder; rank 0 writes, all ranks gather. With adapters: the merged model, if
         `lora_cfg` wants it, and the adapter in PEFT's format in the folder `adapter` within."""
+        self.check_awake()
         lora = self.lora_cfg
         if lora is None or lora.export_merged:
             self._write(
@@ -236,7 +240,8 @@ class TrainEngine:
             self.parking.park()
         torch.cuda.empty_cache()
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
+        """Raise RuntimeError while the weights are on the host: their memory on the device is someone else's."""
         if self.parking.weights_away:
             raise RuntimeError("the weights are parked on the host: call onload() first.")
 

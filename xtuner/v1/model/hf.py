@@ -17,6 +17,7 @@ from .config import DenseModelConfig
 from .dense import DenseModel, ParamSlice
 from .hf_config import to_hf_config
 from .lora import LoRALinear
+from .moe_config import MoEModelConfig
 from .row_order import RowOrder
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -230,7 +231,7 @@ class HFWriter:
 
     def __init__(
         self,
-        config: DenseModelConfig,
+        config: DenseModelConfig | MoEModelConfig,
         out_dir: str | Path,
         source_dir: str | Path | None = None,
         max_shard_bytes: int = 4 * 2**30,
@@ -296,7 +297,7 @@ class HFWriter:
 
 def save_hf_model(
     tensors: Iterable[tuple[str, Tensor]],
-    config: DenseModelConfig,
+    config: DenseModelConfig | MoEModelConfig,
     out_dir: str | Path,
     source_dir: str | Path | None = None,
     max_shard_bytes: int = 4 * 2**30,

@@ -22,7 +22,9 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, tensor in tensors.items():
+    # The widest types first, as the library has it: then each tensor begins at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False).encode("utf-8")
@@ -30,7 +32,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in tensors.values():
+        for _, tensor in ordered:
             here = tensor.detach().to("cpu").contiguous()
             if size := here.numel() * here.element_size():
                 # Not by way of NumPy, which forbids the memory to be resized from then on.
