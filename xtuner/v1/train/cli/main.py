@@ -146,7 +146,7 @@ def gsm8k(
 @app.command()
 def demo(
     work_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("work_dirs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 120,
     accelerator: Annotated[Accelerator, typer.Option(help="Where to compute.")] = Accelerator.cpu,
     debug: Debug = False,
 ) -> None:

@@ -104,7 +104,7 @@ trainer = RLColocateTrainerConfig(
 '''
 
 
-def run_demo(work_dir: str | Path, steps: int = 100, accelerator: str = "cpu") -> dict[str, float]:
+def run_demo(work_dir: str | Path, steps: int = 120, accelerator: str = "cpu") -> dict[str, float]:
     """Make data and model, warm the model up, and run GRPO by an ordinary configuration file.
 
     Leaves in `work_dir`: data/, model/ (the warmed-up model), grpo_demo.py, runs/ and learning_curve.png.
