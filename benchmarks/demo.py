@@ -1,6 +1,6 @@
 """Seconds and accuracies of the whole demo (`xtuner demo`) in a fresh folder.
 
-    python benchmarks/demo.py [--steps 100] [--accelerator cpu] [--threads 2] [--out results.jsonl]
+    python benchmarks/demo.py [--steps 120] [--accelerator cpu] [--threads 2] [--out results.jsonl]
 
 Prints JSON rows: seconds of the warm start, of GRPO with its evaluations, and of all; held-out accuracy (one sample
 a prompt at temperature 1) at the end of the warm start, before GRPO and after it.
@@ -17,7 +17,7 @@ from xtuner.v1.train.demo import run_demo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--threads", type=int, help="of torch; default: what torch chooses")
     parser.add_argument("--out", help="append the rows to this file")
