@@ -11,6 +11,7 @@ from xtuner.v1.model import DenseModelConfig
 from xtuner.v1.ops.orthogonalize import orthogonalize
 from xtuner.v1.ops.rounding import round_stochastically_
 
+from . import test_expert_parallel as experts
 from .helpers import make_engine, make_samples, packs_of, weights
 
 SHAPE = dict(
@@ -183,6 +184,20 @@ def test_rates_of_muon():
     torch.testing.assert_close(moved["spectral_norm"], moved["none"] * (32 / 48) ** 0.5, rtol=1e-4, atol=1e-6)
     singular = torch.linalg.svdvals(moved["none"] / 1e-2)
     assert 0.5 < singular.min() and singular.max() < 1.3
+
+
+def test_a_rate_knows_where_the_columns_are_the_outputs():
+    """gpt_oss stores the matrices of its experts as [in, out]."""
+    moved = {}
+    for adjust in ("spectral_norm", "none"):
+        model = experts.MODELS["gpt_oss"].build("cpu")
+        model.init_weights(3)
+        weight = model.layers[0].mlp.experts.down_proj.weight
+        before = weight.detach().clone()
+        train(model, build_optimizer(model, MuonConfig(lr=1e-2, weight_decay=0, adjust_lr=adjust), CPU), steps=1)
+        moved[adjust] = weight.detach() - before
+    assert before.shape == (8 * 12, 32)  # from 12 to 32
+    torch.testing.assert_close(moved["spectral_norm"], moved["none"] * (32 / 12) ** 0.5, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (12, 5), (8, 8)])

@@ -79,8 +79,8 @@ class MuonConfig(OptimConfig):
     ns_steps: int = Field(5, ge=1, le=20)
     """Steps of the Newton-Schulz iteration, with the coefficients 3.4445, -4.7750, 2.0315."""
     adjust_lr: Literal["rms_norm", "spectral_norm", "none"] = "rms_norm"
-    """What the rate of a matrix [m, n] is multiplied with. `rms_norm`: 0.2 sqrt(max(m, n)), which makes updates as
-    large as AdamW's, so that its `lr` and `weight_decay` hold (arXiv 2502.16982). `spectral_norm`: sqrt(m / n)
+    """What the rate of a matrix [out, in] is multiplied with. `rms_norm`: 0.2 sqrt(max(out, in)), which makes updates
+    as large as AdamW's, so that its `lr` and `weight_decay` hold (arXiv 2502.16982). `spectral_norm`: sqrt(out / in)
     (arXiv 2410.21265). `none`: 1."""
 
 

@@ -40,7 +40,8 @@ class MuonRule:
         self._matrices: dict[nn.Parameter, _Matrices] = {}
         for name, param in model.named_parameters():
             heights = [height for _, height in sorted(rows.get(name, {0: len(param)}).items())]
-            self._matrices[param] = _Matrices(param, heights, model.row_orders.get(name))
+            transposed = getattr(model.get_submodule(name.rpartition(".")[0]), "transposed", False)
+            self._matrices[param] = _Matrices(param, heights, model.row_orders.get(name), transposed)
 
     def update(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         """One step, in place. All ranks come with the same parameters in the same order."""
@@ -77,19 +78,22 @@ class MuonRule:
             m.add_(part.value, direction, -lr, RATIOS[cfg.adjust_lr])
 
 
-# What the rate of a matrix [height, width] is multiplied with; see `MuonConfig.adjust_lr`.
+# What the rate of a matrix from `fan_in` to `fan_out` is multiplied with; see `MuonConfig.adjust_lr`.
 RATIOS: dict[str, Callable[[int, int], float]] = {
-    "rms_norm": lambda height, width: 0.2 * math.sqrt(max(height, width)),
-    "spectral_norm": lambda height, width: math.sqrt(height / width),
-    "none": lambda height, width: 1.0,
+    "rms_norm": lambda fan_out, fan_in: 0.2 * math.sqrt(max(fan_out, fan_in)),
+    "spectral_norm": lambda fan_out, fan_in: math.sqrt(fan_out / fan_in),
+    "none": lambda fan_out, fan_in: 1.0,
 }
 
 
 class _Matrices:
-    """The matrices, one below the other, of a parameter [rows, width], and which rank holds which part of it."""
+    """The matrices, one below the other, of a parameter [rows, width], and which rank holds which part of it.
 
-    def __init__(self, param: nn.Parameter, heights: list[int], order: RowOrder | None) -> None:
-        self.param, self.heights, self.order = param, heights, order
+    Each is [out, in], or [in, out] if they are `transposed`.
+    """
+
+    def __init__(self, param: nn.Parameter, heights: list[int], order: RowOrder | None, transposed: bool) -> None:
+        self.param, self.heights, self.order, self.transposed = param, heights, order, transposed
 
     @cached_property
     def group(self) -> dist.ProcessGroup | None:
@@ -156,7 +160,7 @@ class _Matrices:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def add_(self, value: Tensor, flat: Tensor, factor: float, ratio: Callable[[int, int], float]) -> None:
-        """value += factor * ratio(shape of the matrix) * direction, on this rank's part."""
+        """value += factor * ratio(out, in of the matrix) * direction, on this rank's part."""
         for piece in local_pieces(self.param.detach(), self.order, value):
             direction, flat = flat[: piece.local.numel()].view(piece.local.shape), flat[piece.local.numel() :]
             first = piece.offset[0]
@@ -166,8 +170,13 @@ class _Matrices:
 
     def _spans(self, ratio: Callable[[int, int], float]) -> list[tuple[int, int, float]]:
         """Rows [start, end) whose matrices have the same ratio."""
+        width = self.param.shape[1]
+
+        def scale_of(height: int) -> float:
+            return ratio(width, height) if self.transposed else ratio(height, width)
+
         spans, start = [], 0
-        for scale, same in groupby(self.heights, key=lambda height: ratio(height, self.param.shape[1])):
+        for scale, same in groupby(self.heights, key=scale_of):
             rows = sum(same)
             spans.append((start, start + rows, scale))
             start += rows
