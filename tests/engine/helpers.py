@@ -1,9 +1,15 @@
-"""A tiny model and packs for engine tests."""
+"""A tiny model and packs for engine tests, and processes that train together."""
 
 import json
+import multiprocessing
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.engine import TrainEngine
@@ -63,3 +69,37 @@ def gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {n: t.clone() for b in engine.weight_buckets(1 << 30, torch.float32) for n, t in b.tensors.items()}
+
+
+def on_ranks(world: int, run: Callable[[Path], Any], folder: Path) -> list[Any]:
+    """What `run(folder)` gives in each of `world` processes of one gloo group."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    # Forked by a server that has imported everything once: importing torch takes longer than the tests.
+    multiprocessing.set_forkserver_preload([__name__])
+    mp.start_processes(_rank, (world, port, run, folder), nprocs=world, start_method="forkserver")
+    return [torch.load(_result(folder, world, rank), weights_only=True) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, port: int, run: Callable[[Path], Any], folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.save(run(folder), _result(folder, world, rank))
+    dist.destroy_process_group()
+
+
+def _result(folder: Path, world: int, rank: int) -> Path:
+    return folder / f"rank-{rank}-of-{world}.pt"
+
+
+def same_on_all(results: list[dict[Any, dict[str, Any]]]) -> dict[Any, dict[str, Any]]:
+    """The results of rank 0, whose numbers and weights those of the other ranks must equal."""
+    first, *others = results
+    for other in others:
+        for key, result in first.items():
+            for name in result.keys() & {"norms", "metrics"}:
+                assert other[key][name] == result[name], (key, name)
+            for name, tensor in result["weights"].items():
+                assert torch.equal(other[key]["weights"][name], tensor), (key, name)
+    return first

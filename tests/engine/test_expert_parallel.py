@@ -1,22 +1,21 @@
 """Experts on several ranks give the gradients, losses, checkpoints and files of one process."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
+from xtuner.v1.engine.mesh import ParallelMesh
 from xtuner.v1.model import BalancingLossConfig, MHAConfig, MoEModelConfig, RouterConfig, ZLossConfig
 from xtuner.v1.model.blocks import gather_whole
 from xtuner.v1.model.config import MLAConfig
 from xtuner.v1.model.hf import load_hf_model
 
-from .helpers import make_samples, packs_of, weights
+from .helpers import make_samples, on_ranks, packs_of, same_on_all, weights
 
 # Name -> FSDP options and ranks a pack.
 TWO = {
@@ -66,11 +65,11 @@ def models_of(layout: str) -> list[str]:
     return list(MODELS) if layout in ("ep", "dp x ep", "sp x ep of the same ranks") else ["qwen3_moe"]
 
 
-def make(model: str, fsdp: dict[str, Any], sp: int) -> TrainEngine:
+def make(model: str, fsdp: dict[str, Any], sp: int, mesh: ParallelMesh | None = None) -> TrainEngine:
     engine = TrainEngine(
         (MODELS | ALONE)[model], FSDPConfig(**({"recompute_ratio": 0.0, "torch_compile": False} | fsdp)),
         device=torch.device("cpu"), optim_cfg=AdamWConfig(lr=1e-2, max_grad_norm=0.05, eps=1e-3),
-        lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, chunk_size=7, sp_size=sp,
+        lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, chunk_size=7, sp_size=sp, mesh=mesh,
     )  # fmt: skip
     engine.model.init_weights(seed=7, std=0.2)
     with torch.no_grad():  # initial biases are 0
@@ -100,36 +99,21 @@ def train(engine: TrainEngine, sp: int, steps: range) -> dict[str, Any]:
     return out | {"weights": weights(engine)}
 
 
-def _rank(rank: int, world: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    path, results = Path(folder), {}
-    for name, (fsdp, sp) in (TWO if world == 2 else FOUR).items():
+def train_all(folder: Path) -> dict[tuple[str, str], Any]:
+    """Every layout of this number of ranks: trained and saved, and gone on with from one process's checkpoint."""
+    results = {}
+    for name, (fsdp, sp) in (TWO if dist.get_world_size() == 2 else FOUR).items():
+        mesh = None
         for model in models_of(name):
-            engine = make(model, fsdp, sp)
+            engine = make(model, fsdp, sp, mesh)
+            mesh = engine.mesh
             result = results[name, model] = train(engine, sp, range(2))
-            save_train_state(engine, path / f"{name}-{model}")
-            engine.save_hf(path / f"{name}-{model}-hf", None, torch.float32)
-            resumed = make(model, fsdp, sp)
-            load_train_state(resumed, path / f"one-{model}")
+            save_train_state(engine, folder / f"{name}-{model}")
+            engine.save_hf(folder / f"{name}-{model}-hf", None, torch.float32)
+            resumed = make(model, fsdp, sp, mesh)
+            load_train_state(resumed, folder / f"one-{model}")
             result["resumed"] = train(resumed, sp, range(2, 3))["weights"]
-    torch.save(results, path / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def spawned(world: int, folder: Path) -> dict[tuple[str, str], Any]:
-    """Results of rank 0, after those of the other ranks were found to be the same."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(_rank, (world, port, str(folder)), nprocs=world, start_method="spawn")
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
-    for other in results[1:]:
-        for key, result in results[0].items():
-            assert other[key]["norms"] == result["norms"] and other[key]["metrics"] == result["metrics"], key
-            for name, tensor in result["weights"].items():
-                assert torch.equal(other[key]["weights"][name], tensor), (key, name)
-    return results[0]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +137,7 @@ def one(folder) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_experts_on_several_ranks_equal_one_process(one, folder, world) -> None:
-    results = spawned(world, folder)
+    results = same_on_all(on_ranks(world, train_all, folder))
     assert len(results) == (8 if world == 2 else 5)
     for (name, model), got in results.items():
         expected = one[model]

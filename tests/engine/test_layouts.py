@@ -1,6 +1,5 @@
 """Every parallel layout gives the gradients, norms and weights of one process."""
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, MuonConfig
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
+from xtuner.v1.engine.mesh import ParallelMesh
 from xtuner.v1.model import DenseModelConfig, MHAConfig
 from xtuner.v1.model.blocks import gather_whole
 
-from .helpers import make_samples, packs_of, weights
+from .helpers import make_samples, on_ranks, packs_of, same_on_all, weights
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ ADAMW = AdamWConfig(lr=1e-2, max_grad_norm=0.05, eps=1e-3)
 MUON = MuonConfig(lr=1e-3, max_grad_norm=0.05, eps=1e-3)
 
 
-def make(model: str, layout: Layout) -> TrainEngine:
+def make(model: str, layout: Layout, mesh: ParallelMesh | None = None) -> TrainEngine:
     fsdp = FSDPConfig(**({"recompute_ratio": 0.0, "torch_compile": False} | layout.fsdp))
     optim = MUON if "muon" in model else ADAMW
     engine = TrainEngine(
         MODELS[model], fsdp, device=torch.device("cpu"), optim_cfg=optim,
-        lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, chunk_size=7, sp_size=layout.sp,
+        lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, chunk_size=7, sp_size=layout.sp, mesh=mesh,
     )  # fmt: skip
     engine.model.init_weights(seed=7, std=0.1)
     return engine
@@ -97,35 +96,18 @@ def train(engine: TrainEngine, layout: Layout, steps: range) -> dict[str, Any]:
     return out | {"weights": weights(engine)}
 
 
-def _rank(rank: int, world: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    path, results = Path(folder), {}
-    for name, layout in (TWO if world == 2 else FOUR).items():
+def train_all(folder: Path) -> dict[tuple[str, str], Any]:
+    """Every layout of this number of ranks: trained and saved, and gone on with from one process's checkpoint."""
+    results = {}
+    for name, layout in (TWO if dist.get_world_size() == 2 else FOUR).items():
         for model in layout.models:
             engine = make(model, layout)
             results[name, model] = train(engine, layout, range(2))
-            save_train_state(engine, path / f"{name}-{model}")
-            resumed = make(model, layout)
-            load_train_state(resumed, path / f"one-{model}")
+            save_train_state(engine, folder / f"{name}-{model}")
+            resumed = make(model, layout, engine.mesh)
+            load_train_state(resumed, folder / f"one-{model}")
             results[name, model]["resumed"] = train(resumed, layout, range(2, 3))["weights"]
-    torch.save(results, path / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def spawned(world: int, folder: Path) -> dict[str, Any]:
-    """Results of rank 0, after those of the other ranks were found to be the same."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(_rank, (world, port, str(folder)), nprocs=world, start_method="spawn")
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
-    for other in results[1:]:
-        for key, result in results[0].items():
-            assert other[key]["norms"] == result["norms"], key
-            for name, tensor in result["weights"].items():
-                assert torch.equal(other[key]["weights"][name], tensor), (key, name)
-    return results[0]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +131,7 @@ def one(folder) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_layout_equals_one_process(one, folder, world):
-    results = spawned(world, folder)
+    results = same_on_all(on_ranks(world, train_all, folder))
     for (name, model), got in results.items():
         expected = one[model]
         # Muon rounds gradients to bfloat16 before it makes them orthogonal.

@@ -1,20 +1,18 @@
 """Adapters on two gloo processes: the gradients of one, and files that do not tell how many wrote them."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from xtuner.v1.config import LoRAConfig
 from xtuner.v1.engine import load_train_state, save_train_state
 from xtuner.v1.engine.frozen import fingerprint
 from xtuner.v1.model.hf import iter_hf_tensors
 
-from .helpers import make_engine, make_samples, packs_of
+from .helpers import make_engine, make_samples, on_ranks, packs_of
 
 # Changes of the engine; the last but one shards nothing, the last gathers bfloat16 beside float32.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -66,13 +64,8 @@ def outcome(name: str, folder: Path, mine: str, theirs: str, one_rank: bool) -> 
     return result
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    results = {name: outcome(name, Path(folder), f"two-{name}", f"one-{name}", False) for name in LAYOUTS}
-    if rank == 0:
-        torch.save(results, Path(folder) / "two.pt")
-    dist.destroy_process_group()
+def outcomes(folder: Path) -> dict[str, Any]:
+    return {name: outcome(name, folder, f"two-{name}", f"one-{name}", False) for name in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +76,7 @@ def results(tmp_path_factory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     one = {name: outcome(name, folder, f"one-{name}", "nothing", True) for name in LAYOUTS}
     dist.destroy_process_group()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(_rank, (port, str(folder)), nprocs=2, start_method="spawn")
-    return folder, one, torch.load(folder / "two.pt", weights_only=True)
+    return folder, one, on_ranks(2, outcomes, folder)[0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,19 +1,18 @@
 """Muon and bfloat16 moments on sharded parameters: the updates of one process, to the bit where that can be."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig, MuonConfig, OptimConfig
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
+from xtuner.v1.engine.mesh import ParallelMesh
 from xtuner.v1.model import DenseModelConfig, MHAConfig, MoEModelConfig, TransformerConfig
 from xtuner.v1.model.hf import copy_rows
 
-from .helpers import weights
+from .helpers import on_ranks, weights
 
 _SHAPE = dict(
     vocab_size=61, max_position_embeddings=64, hidden_size=32, num_hidden_layers=2,
@@ -35,10 +34,13 @@ MUON = MuonConfig(lr=1e-2)
 SMALL = AdamWConfig(lr=1e-2, moment_dtype="bfloat16")
 
 
-def make(model: TransformerConfig, fsdp: dict[str, int], optim: OptimConfig, device: str = "cpu") -> TrainEngine:
+def make(
+    model: TransformerConfig, fsdp: dict[str, int], optim: OptimConfig, device: str = "cpu",
+    mesh: ParallelMesh | None = None,
+) -> TrainEngine:  # fmt: skip
     engine = TrainEngine(
         model, FSDPConfig(torch_compile=False, **fsdp), device=torch.device(device), optim_cfg=optim,
-        lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10,
+        lr_cfg=LRConfig(warmup_ratio=0), total_optimizer_steps=10, mesh=mesh,
     )  # fmt: skip
     engine.model.init_weights(seed=7)
     return engine
@@ -57,32 +59,27 @@ def train(engine: TrainEngine, steps: range) -> dict[str, torch.Tensor]:
     return weights(engine)
 
 
-def _rank(rank: int, world: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    path, results = Path(folder), {}
+def train_all(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Every layout, trained and gone on with from one process's checkpoint; and weights with bfloat16 moments."""
+    results, meshes = {}, {}
     for name, (model, fsdp) in LAYOUTS.items():
         engine = make(model, fsdp, MUON)
+        meshes[name] = engine.mesh
         trained = train(engine, range(2))
-        save_train_state(engine, path / name)
-        resumed = make(model, fsdp, MUON)
-        load_train_state(resumed, path / f"one {model.model_type}")
+        save_train_state(engine, folder / name)
+        resumed = make(model, fsdp, MUON, mesh=engine.mesh)
+        load_train_state(resumed, folder / f"one {model.model_type}")
         results[name] = {"trained": trained, "resumed": train(resumed, range(2, 3))}
-    small = make(DENSE, {"hsdp_sharding_size": 2}, SMALL)
+    small = make(*LAYOUTS["replicate x shard"], SMALL, mesh=meshes["replicate x shard"])
     train(small, range(3))
     params = small.model.parameters()
     moments = torch.cat([t.flatten() for p in params for t in small.optimizer.moments_of(p).values()])
-    replicas: list[Any] = [None] * world
+    replicas: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, moments)
     assert torch.equal(replicas[0], replicas[2]) and torch.equal(replicas[1], replicas[3])
     assert not torch.equal(replicas[0], replicas[1])
-    save_train_state(small, path / "small")
-    if rank == 0:
-        torch.save(results, path / "results.pt")
-        torch.save(weights(small), path / "small.pt")
-    else:
-        weights(small)
-    dist.destroy_process_group()
+    save_train_state(small, folder / "small")
+    return results, weights(small)
 
 
 def test_four_ranks_update_like_one(tmp_path):
@@ -92,11 +89,7 @@ def test_four_ranks_update_like_one(tmp_path):
         trained = train(engine, range(2))
         save_train_state(engine, tmp_path / f"one {model.model_type}")
         one[model.model_type] = {"trained": trained, "resumed": train(engine, range(2, 3))}
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(_rank, (4, port, str(tmp_path)), nprocs=4, start_method="spawn")
-    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    results, with_small_moments = on_ranks(4, train_all, tmp_path)[0]
     for name, (model, _) in LAYOUTS.items():
         for kind, expected in one[model.model_type].items():
             for param, tensor in expected.items():
@@ -107,7 +100,7 @@ def test_four_ranks_update_like_one(tmp_path):
             assert torch.equal(tensor, one[model.model_type]["resumed"][param]), (name, param)
     small = make(DENSE, {}, SMALL)
     load_train_state(small, tmp_path / "small")
-    for param, tensor in torch.load(tmp_path / "small.pt", weights_only=True).items():
+    for param, tensor in with_small_moments.items():
         assert torch.equal(weights(small)[param], tensor)
     assert all(
         t.float().abs().max() > 0 for p in small.model.parameters() for t in small.optimizer.moments_of(p).values()
