@@ -22,6 +22,8 @@ from xtuner.v1.utils.device import keep_freed_memory
 from .task import make_rows
 
 BATCH, MAX_STEPS, CHECK_EVERY = 64, 600, 10
+SAY_EVERY = 8.0
+"""Seconds without a line of progress before the loss may be checked for accuracy."""
 TEMPERATURE = 0.65
 """Worked solutions are learned at this temperature and answers sampled at 1: so the model starts unsure of what it half
 knows, as a model before reinforcement is, instead of sure of what it has learned wrong."""
@@ -92,6 +94,7 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
     )
     await rollout.start()
     accuracy, start = 0.0, time.perf_counter()
+    said = start
     for step in range(1, MAX_STEPS + 1):
         batch = Prompts(tokenizer, rows[(step - 1) * BATCH : step * BATCH])
         units = make_units(batch.samples(), False, 1 << 30, 128, 1)
@@ -103,11 +106,11 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
         if step % CHECK_EVERY == 0 and float(loss.detach()) < 0.15:
             await rollout.update_weights(engine.weight_buckets(1 << 30), step)
             accuracy = await sampled_accuracy(rollout, tokenizer, check, step)
-            spent = f"{time.perf_counter() - start:.0f} s"
-            numbers = f"loss {float(loss.detach()):.3f}  accuracy {accuracy:.3f}"
-            get_logger().info(f"warm start: step {step}  {numbers}  {spent}")
+            said = _say(step, loss, start, f"  accuracy {accuracy:.3f}")
             if accuracy >= target:
                 break
+        elif time.perf_counter() - said >= SAY_EVERY:
+            said = _say(step, loss, start)
     else:
         raise RuntimeError(f"the warm start reached {accuracy:.2f} after {MAX_STEPS} steps, not {target}.")
     await rollout.stop()
@@ -115,6 +118,13 @@ async def warm_start(folder: Path, device: torch.device, target: float, seed: in
     if own_group:
         dist.destroy_process_group()
     return accuracy
+
+
+def _say(step: int, loss: torch.Tensor, start: float, more: str = "") -> float:
+    """One line of progress. Returns the time."""
+    now = time.perf_counter()
+    get_logger().info(f"warm start: step {step}  loss {float(loss.detach()):.3f}{more}  {now - start:.0f} s")
+    return now
 
 
 def _write_weights(engine: TrainEngine, folder: Path) -> None:
