@@ -12,6 +12,7 @@ from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import export_hf_tensors, iter_hf_tensors, load_hf_model, load_hf_tensor, save_hf_model
 from xtuner.v1.model.hf_config import model_config_from_dict
 from xtuner.v1.ops.attention import PackedAttention
+from xtuner.v1.utils import get_logger
 
 from .helpers import VOCAB, hidden_of, load, random_ids
 
@@ -154,7 +155,8 @@ def test_the_correction_bias_chooses_and_stays_float32(tmp_path) -> None:
     assert not torch.equal(before, hidden_of(model, [ids], [-1])[0])
 
 
-def test_layers_of_multi_token_prediction_are_left_out_and_told_of(tmp_path, capsys) -> None:
+def test_layers_of_multi_token_prediction_are_left_out_and_told_of(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
     write_hf(tmp_path, "deepseek")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -162,7 +164,7 @@ def test_layers_of_multi_token_prediction_are_left_out_and_told_of(tmp_path, cap
     save_file(tensors, file, metadata={"format": "pt"})
     model = load(tmp_path)
     assert model.config.num_nextn_predict_layers == 1
-    assert "its 2 tensors of layers for multi-token prediction are not trained" in "".join(capsys.readouterr())
+    assert "its 2 tensors of layers for multi-token prediction are not trained" in caplog.text
     save_hf_model(export_hf_tensors(model, torch.float32), model.config, tmp_path / "out", tmp_path)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     tensors["model.layers.4.input_layernorm.weight"] = torch.ones(2)
