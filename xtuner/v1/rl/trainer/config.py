@@ -93,6 +93,11 @@ class WorkerConfig(XTunerConfig):
                 "train_worker_cfg: fsdp_cfg.cpu_offload=True keeps the moments on the host and updates there, so "
                 "optim_cfg.swap_optimizer=True has nothing to swap; set one of them."
             )
+        if isinstance(self.optim_cfg, MuonConfig) and self.fsdp_cfg.cpu_offload:
+            raise ValueError(
+                "train_worker_cfg: fsdp_cfg.cpu_offload=True updates on the host, where Muon's matrix products would take "
+                "minutes an update; use optim_cfg.swap_optimizer=True, or AdamWConfig."
+            )
         if not self.fsdp_cfg.requires_grad:
             raise ValueError(
                 "train_worker_cfg.fsdp_cfg.requires_grad=False: the policy would not learn; it is for "
