@@ -95,8 +95,8 @@ class WorkerConfig(XTunerConfig):
             )
         if isinstance(self.optim_cfg, MuonConfig) and self.fsdp_cfg.cpu_offload:
             raise ValueError(
-                "train_worker_cfg: fsdp_cfg.cpu_offload=True updates on the host, where Muon's matrix products would take "
-                "minutes an update; use optim_cfg.swap_optimizer=True, or AdamWConfig."
+                "train_worker_cfg: fsdp_cfg.cpu_offload=True updates on the host, where Muon's matrix products would "
+                "take minutes an update; use optim_cfg.swap_optimizer=True, or AdamWConfig."
             )
         if not self.fsdp_cfg.requires_grad:
             raise ValueError(
