@@ -53,12 +53,13 @@ def model(heads: int, kv_heads: int, inner: int = 96) -> DenseModelConfig:
 @pytest.mark.parametrize(
     "heads, kv_heads, tp, sp, message",
     [
-        (8, 2, 4, 1, "tp_size=4 does not divide the model's num_key_value_heads=2."),
-        (12, 12, 8, 1, "tp_size=8 does not divide the model's num_attention_heads=12."),
-        (6, 6, 1, 4, "sp_size=4 does not divide the model's num_attention_heads=6."),
-        (8, 4, 2, 8, "sp_size=8 does not divide the model's num_attention_heads=8 / tp_size=2."),
-        (12, 4, 1, 6, "sp_size=6 is neither a divisor nor a multiple of the model's num_key_value_heads=4."),
-        (5, 5, 5, 1, "tp_size=5 does not divide the model's intermediate_size=96."),
+        (8, 2, 4, 1, "tp_size=4 does not divide the model's num_key_value_heads=2; use one of 1, 2."),
+        (12, 12, 8, 1, "tp_size=8 does not divide the model's num_attention_heads=12; use one of 1, 2, 3, 4, 6, 12."),
+        (6, 6, 1, 4, "sp_size=4 does not divide the model's num_attention_heads=6; use one of 1, 2, 3, 6."),
+        (8, 4, 2, 8, "sp_size=8 does not divide the model's num_attention_heads=8 / tp_size=2; use one of 1, 2, 4."),
+        (12, 4, 1, 6, "sp_size=6 is neither a divisor nor a multiple of the model's num_key_value_heads=4; use one of "
+         "1, 2, 4, 12."),
+        (5, 5, 5, 1, "tp_size=5 does not divide the model's intermediate_size=96; use 1."),
         (8, 2, 2, 4, None),
         (8, 2, 1, 8, None),
     ],

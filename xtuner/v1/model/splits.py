@@ -1,5 +1,7 @@
 """Into how many parts a model can be cut."""
 
+import math
+
 from .config import DenseModelConfig, TransformerConfig
 
 
@@ -12,18 +14,31 @@ def split_problems(model: TransformerConfig, tp_size: int, sp_size: int) -> list
     if tp_size > 1:
         assert isinstance(model, DenseModelConfig)
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-        for name, size in (sizes | {"intermediate_size": model.intermediate_size}).items():
+        sizes["intermediate_size"] = model.intermediate_size
+        fitting = _one_of(_divisors(math.gcd(*sizes.values())))
+        for name, size in sizes.items():
             if size % tp_size:
-                problems.append(f"tp_size={tp_size} does not divide the model's {name}={size}.")
+                problems.append(f"tp_size={tp_size} does not divide the model's {name}={size}; {fitting}.")
     if problems:
         return problems
     heads, kv_heads = heads // tp_size, kv_heads // tp_size
     of_tp = f" / tp_size={tp_size}" if tp_size > 1 else ""
+    fitting = _one_of([n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0])
     if heads % sp_size:
-        problems.append(f"sp_size={sp_size} does not divide the model's num_attention_heads={heads * tp_size}{of_tp}.")
+        problems.append(
+            f"sp_size={sp_size} does not divide the model's num_attention_heads={heads * tp_size}{of_tp}; {fitting}."
+        )
     elif kv_heads % sp_size and sp_size % kv_heads:
         problems.append(
             f"sp_size={sp_size} is neither a divisor nor a multiple of the model's num_key_value_heads="
-            f"{kv_heads * tp_size}{of_tp}."
+            f"{kv_heads * tp_size}{of_tp}; {fitting}."
         )
     return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _one_of(sizes: list[int]) -> str:
+    return f"use {'one of ' * (len(sizes) > 1)}{', '.join(map(str, sizes))}"
