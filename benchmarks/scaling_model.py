@@ -18,7 +18,7 @@ ATTENTION = 389e12
 COPY = 4.27e12
 """Bytes/s of device memory (measured)."""
 REACHED = 0.55
-"""Share of MATMUL that a training step reaches apart from attention (Qwen3-0.6B on one card; no layout was measured)."""
+"""Share of MATMUL that a training step reaches apart from attention (Qwen3-0.6B on one card; layouts: unmeasured)."""
 NVLINK = 450e9
 """Bytes/s a GPU sends and receives to its node (data sheet, NVLink 4)."""
 NIC = 50e9
