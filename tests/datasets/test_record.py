@@ -87,6 +87,7 @@ def test_tool_calls_need_no_content():
     "data, error",
     [
         (b'{"prompt": "cut o', r"not valid JSON .*column"),
+        (b'{"prompt": [1\n', r"not valid JSON .*column 14"),
         (b"[1, 2]", r"one JSON object a line, got a list"),
         ('{"prompt": "é"}'.encode("latin-1"), r"not UTF-8"),
         (rb'{"prompt": "\uD83D"}', r"half of a surrogate pair"),

@@ -32,7 +32,7 @@ class Record:
 def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object of one line."""
     try:
-        row = json.loads(data.decode("utf-8"))
+        row = json.loads(data.decode("utf-8").rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise RowError("line", f"not UTF-8 (byte {error.start}). Save the file as UTF-8.") from error
     except json.JSONDecodeError as error:

@@ -56,7 +56,10 @@ def _line(path: tuple[str | int, ...], item: Any, title: str) -> str:
         hint = did_you_mean(str(item["loc"][-1]), model.model_fields) if model else ""
         return f"{name}: no such field. {hint}".rstrip()
     if not item["loc"]:  # a rule between fields: its message names them, the input would be the whole config
-        return f"{name}: {reason}" if name and not reason.startswith((f"{name}:", f"{name}.")) else reason
+        own = str(path[-1]) if path else ""
+        if own and reason.startswith((f"{own}:", f"{own}.")):  # it begins with the field: give its path once
+            return f"{name}{reason.removeprefix(own)}"
+        return f"{name}: {reason}" if name else reason
     return f"{name} = {show_value(path[-1] if path else '', item['input'])}: {reason}"
 
 
