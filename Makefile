@@ -31,6 +31,7 @@ $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "xtuner needs Python 3.11 or newer; '$(PYTHON)' is not. Use: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and what else is needed, once: a minute or more for each of two commands without output."
 	$(PIP) $(TORCH)
 	@touch $@
 

@@ -7,7 +7,7 @@ usage() {
 Usage: run_rl.sh CONFIG BACKEND MODEL TRAIN [EVAL] [ACCELERATOR] [PER_NODE] [-- OPTION...]
 
   CONFIG       Python file that defines `trainer`
-  BACKEND      native | sglang | lmdeploy | vllm
+  BACKEND      native; sglang, lmdeploy and vllm are known and refused: this version does not drive them yet
   MODEL        Hugging Face folder of the model            (exported as MODEL_PATH)
   TRAIN        JSONL with training prompts                 (exported as DATA_PATH)
   EVAL         JSONL with evaluation prompts, or ""        (exported as EVAL_DATA_PATH)
