@@ -1,13 +1,14 @@
 """A mistake is answered before a device is touched: field, value, way out."""
 
 import json
+import shutil
 
 import pytest
 from pydantic import ValidationError
 
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.data_proto import SampleParams
-from xtuner.v1.model import get_model_config_from_hf
+from xtuner.v1.model import ZLossConfig, get_model_config_from_hf
 from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
@@ -15,7 +16,7 @@ from xtuner.v1.rl.loss import GRPOLossConfig
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
 from xtuner.v1.utils import get_logger
 
-from .helpers import PROMPT, RESPONSE, config, fit, task, with_evaluation, write_prompts
+from .helpers import PROMPT, RESPONSE, config, fit, task, with_evaluation, write_moe_model, write_prompts
 
 
 def problems_of(model, tmp_path, **changes) -> str:
@@ -224,6 +225,22 @@ def test_a_model_config_of_another_model_is_told_by_field(model, tmp_path, field
         setattr(other, field, value)
     text = problems_of(model, tmp_path, worker={"model_cfg": other})
     assert f"train_worker_cfg.model_cfg.{field}=" in text and "load_from must be of the same model" in text
+
+
+def test_how_routers_are_trained_is_the_runs_to_choose(tmp_path):
+    moe = write_moe_model(tmp_path / "moe")
+    ours = get_model_config_from_hf(moe)
+    ours.balancing_loss_cfg, ours.z_loss_cfg, ours.freeze_routers = None, ZLossConfig(), True
+    assert problems_of(moe, tmp_path, worker={"model_cfg": ours}) == ""
+
+
+def test_a_model_whose_turns_never_end_is_told(model, tmp_path):
+    folder = tmp_path / "endless"
+    shutil.copytree(model, folder)
+    for name in ("config.json", "generation_config.json"):
+        raw = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps({k: v for k, v in raw.items() if k != "eos_token_id"}))
+    assert "has eos_token_id" in problems_of(folder, tmp_path)
 
 
 def test_a_folder_without_weights_or_of_a_strange_family_is_told(model, tmp_path):

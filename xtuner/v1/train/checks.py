@@ -10,6 +10,7 @@ from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
+from xtuner.v1.rl.rollout.backends.native.engine import read_eos_ids
 from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
 
@@ -19,8 +20,11 @@ from .debug_replay import replay_problem
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
 
-_NO_WEIGHTS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"}
-"""Fields of a model configuration that change neither its parameters nor what they compute."""
+_NO_WEIGHTS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"} | {
+    "balancing_loss_cfg", "z_loss_cfg", "freeze_routers",
+}  # fmt: skip
+"""Fields of a model configuration that change neither its parameters nor what they compute. How routers are trained
+is the run's to choose."""
 
 
 def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
@@ -117,6 +121,8 @@ def _check_engine(cfg: "RLColocateTrainerConfig") -> list[str]:
     problems = broken if Path(rollout.model_path) != Path(cfg.load_from) else []  # said of load_from already
     try:
         _ = rollout.resolve_backend() if broken else rollout.resolve()
+        if not broken:
+            read_eos_ids(rollout.model_path)
     except (ValueError, RuntimeError) as error:
         problems.append(str(error))
     return problems

@@ -6,6 +6,8 @@ import pytest
 import torch
 from native_models import ROW_BYTES, buckets, prompt, request, run, started, weights, write_model
 
+from xtuner.v1.rl.rollout.backends.native import NativeEngine
+
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
@@ -225,3 +227,10 @@ def test_stop_ends_everything(engine):
     assert not asyncio.run(engine.health())
     (out,) = run(engine, request(0))
     assert out.finish_reason == "error" and "stopped" in out.error
+
+
+def test_an_engine_that_did_not_start_can_be_stopped(tmp_path):
+    engine = NativeEngine(tmp_path, device="cpu")
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(engine.start())
+    asyncio.run(engine.stop())

@@ -91,6 +91,7 @@ class NativeEngine:
         on_cuda = self.device.type == "cuda"
         self._model = config.build("meta" if on_cuda else self.device, self.dtype).requires_grad_(False).eval()
         self._runner = self._build_runner(context)
+        self._cache = self._runner.cache
         self._weights = StableWeights(self._model, self.device) if on_cuda else PlainWeights(self._model)
         self._obstacle = {}
         if self._load_weights:
@@ -98,7 +99,6 @@ class NativeEngine:
             self._runner.weights_changed()
         else:
             self._obstacle["update"] = "it has no weights yet: update_weights must come first."
-        self._cache = self._runner.cache
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._set_cache_budget()
 
@@ -122,10 +122,11 @@ class NativeEngine:
         return ModelRunner(model, KVCache(*sizes, max_slots=slots, max_length=context))
 
     async def stop(self) -> None:
+        if "start" in self._obstacle:  # not started, or stopped already
+            return
         await self.abort()
-        if "start" not in self._obstacle:
-            self._cache.free()
-            self._drop_weights()
+        self._cache.free()
+        self._drop_weights()
         self._obstacle = {"start": "the engine was stopped."}
 
     async def health(self) -> bool:
