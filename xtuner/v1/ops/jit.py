@@ -5,25 +5,26 @@ Only modules of kernels import this one, and only where `cpu_kernels_available()
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba
+import numpy as np
 from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from xtuner.v1.utils import get_logger
 
 
 def _prefer_widest_vectors() -> None:
-    """LLVM keeps to half of AVX-512's width unless told otherwise; Numba reads the features when it is imported."""
-    if "numba" in sys.modules or "NUMBA_CPU_FEATURES" in os.environ:
-        return
+    """LLVM keeps to half of AVX-512's width unless told otherwise. Numba looks when it first compiles something."""
     features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        os.environ["NUMBA_CPU_NAME"] = llvm.get_host_cpu_name()
-        os.environ["NUMBA_CPU_FEATURES"] = features.flatten() + ",-prefer-256-bit"
+    if features.get("avx512f") and not numba.config.CPU_FEATURES:
+        numba.config.CPU_NAME = llvm.get_host_cpu_name()
+        numba.config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
 
 
 def _keep_compiled_kernels() -> None:
@@ -38,19 +39,14 @@ def _keep_compiled_kernels() -> None:
 
 
 _prefer_widest_vectors()
-
-import numba  # noqa: E402
-import numpy as np  # noqa: E402
-from numba import types  # noqa: E402
-from numba.extending import intrinsic  # noqa: E402
-
 _keep_compiled_kernels()
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "error_model": "numpy"}
 
 
-_INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Of functions that only kernels call."""
+_INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
+"""Of functions that only kernels call. They are inlined, so that a kernel is one piece of code: of functions that are
+called, a process takes the copy that came first, from whichever kernel, and copies may be rounded differently."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:

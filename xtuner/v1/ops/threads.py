@@ -98,11 +98,7 @@ def _fill_body(context: Any, body: ir.Function, work_type: ir.Type, compiled: An
     block = builder.atomic_rmw("add", cgutils.gep_inbounds(builder, work, 0, 0), one, "monotonic")
     builder.cbranch(builder.icmp_signed("<", block, blocks), run, done)
     builder.position_at_end(run)
-    # Inlined, so that one kernel has one code: a copy of the part that some other kernel or the disk brought may be
-    # rounded differently.
-    status, _ = context.call_conv.call_function(
-        builder, function, types.none, arguments, [block, *values], attrs=("alwaysinline",)
-    )
+    status, _ = context.call_conv.call_function(builder, function, types.none, arguments, [block, *values])
     with builder.if_then(status.is_error, likely=False):
         builder.store(one, cgutils.gep_inbounds(builder, work, 0, 2))
     builder.branch(take)
