@@ -110,6 +110,11 @@ if [ -z "${PYTHON:-}" ]; then
     fi
 fi
 
+if [ "$BACKEND" != native ]; then
+    "$PYTHON" -c 'import sys, importlib.util as u; sys.exit(u.find_spec(sys.argv[1]) is None)' "$BACKEND" ||
+        fail "$BACKEND is not installed: pip install 'xtuner[$BACKEND]'. (This version drives the native engine only.)"
+fi
+
 WORK_DIR=${WORK_DIR:-work_dirs/$(basename "$MODEL_PATH")_$(basename "$(dirname "$DATA_PATH")")_$BACKEND}
 WORK_DIR=$(absolute "$WORK_DIR")
 export WORK_DIR

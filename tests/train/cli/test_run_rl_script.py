@@ -51,6 +51,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def test_run_gets_paths_switches_and_workers_from_any_folder(cli, place: Path) -> None:
     config = cli.config(SHOW)
+    (place / "sglang.py").touch()  # the script only asks whether it is there
     args = [config.name, "sglang", "m", "d/train.jsonl", "d/eval.jsonl", "cpu", "2", "--", "--set", "steps=3"]
     code, out, err = finish(start(cli, *args, XTUNER_USE_VLLM="1"))
     assert code == 0, err

@@ -197,7 +197,8 @@ class RolloutConfig(XTunerConfig):
         if importlib.util.find_spec(backend) is None:
             raise RuntimeError(
                 f"rollout engine {backend!r} is not installed, and this version drives only the native engine yet: "
-                f"set rollout_config.backend='native' (and unset {wanted[backend]})."
+                f"set rollout_config.backend='native' (and unset {wanted[backend]}). A version that drives it needs "
+                f"pip install 'xtuner[{backend}]'."
             )
         raise RuntimeError(
             f"rollout engine {backend!r} is installed, but this version drives only the native engine yet: set "
