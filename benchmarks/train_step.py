@@ -210,10 +210,7 @@ def profile(update: Callable[[], None]) -> None:
 
     with Profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         timed(update)
-    print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=args_rows, max_name_column_width=70))
-
-
-args_rows = 40
+    print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70))
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """Keys and values of the running sequences."""
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-class SlotCache:
+class SlotCache(ABC):
     """Storage of slots times length tokens: grows on demand up to a budget, and stays until `free`.
 
     The running batch occupies slots [0, B).
@@ -64,8 +66,9 @@ class SlotCache:
         self._resize(wide, long, live)
         return True
 
+    @abstractmethod
     def _resize(self, slots: int, length: int, live: int) -> None:
-        raise NotImplementedError
+        """Storage of that size, with what the first `live` slots hold."""
 
     def grow(self, lengths: np.ndarray) -> bool:
         """Make room for so many tokens int64 [B] in the running slots; False if the budget does not allow it.
@@ -78,13 +81,13 @@ class SlotCache:
         """Forget the sequences in `slots`; then those in `sources`, of at most `length` tokens, go to `targets`."""
         self.move(sources, targets, min(length, self.length))
 
+    @abstractmethod
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Put the first `length` tokens of whole slots into others. No slot is both a source and a target."""
-        raise NotImplementedError
 
+    @abstractmethod
     def free(self) -> None:
         """Give the storage back."""
-        raise NotImplementedError
 
 
 class KVCache(SlotCache):

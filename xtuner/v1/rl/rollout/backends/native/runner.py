@@ -13,6 +13,7 @@ from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.sink_attention import sink_attention
 
 from .cache import LENGTH_STEP, KVCache, SlotCache, round_up
+from .paged_cache import PagedCache
 from .sampler import SamplingBatch, sample
 from .scheduler import Done, Scheduler
 
@@ -96,7 +97,7 @@ class DecodeAttention:
 class Runner(Protocol):
     """The model and its cache; takes the scheduler's sequences further."""
 
-    cache: SlotCache
+    cache: SlotCache | PagedCache
 
     def steps(self, scheduler: Scheduler) -> int:
         """How many tokens each sequence may get in the next `decode`."""
