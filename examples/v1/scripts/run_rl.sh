@@ -79,7 +79,7 @@ if [ -z "$PER_NODE" ]; then
     else
         PER_NODE=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)
     fi
-    [ "$PER_NODE" -gt 0 ] || fail "no GPU is visible here; give cpu as sixth argument (or ACCELERATOR=cpu)"
+    [ "$PER_NODE" -gt 0 ] || fail "no GPU is visible here; give cpu as sixth argument (or ACCELERATOR=cpu), which is --accelerator cpu"
 fi
 case $PER_NODE in *[!0-9]* | 0) fail "PER_NODE must be a positive number, not '$PER_NODE'" ;; esac
 

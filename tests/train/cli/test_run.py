@@ -157,7 +157,7 @@ def test_missing_gpu_is_a_message_not_a_traceback(place: dict[str, str | None]) 
 
 
 def test_missing_variable_of_the_example_is_named(place: dict[str, str | None]) -> None:
-    result = invoke("train", EXAMPLE, env=place | {"MODEL_PATH": None})
+    result = invoke("train", EXAMPLE, "--accelerator", "cpu", env=place | {"MODEL_PATH": None})
     assert result.exit_code == 2
     assert "environment variable MODEL_PATH is not set" in result.stderr
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import UserError
+from .glance import refuse_at_a_glance
 from .process import StopSignals, run_process
 from .source import is_message
 
@@ -87,6 +88,8 @@ def train(
     """Train as the config says."""
 
     def body(signals: StopSignals) -> None:
+        if (file := config or config_option) is not None:
+            refuse_at_a_glance(file, accelerator and accelerator.value, set_ or [])
         trainer_cfg = _resolve(config, config_option, work_dir, num_workers, accelerator, launcher, set_)
         trainer = _build(trainer_cfg)
         signals.arm()

@@ -1,0 +1,73 @@
+"""What the text of a config tells before anything is imported."""
+
+import textwrap
+
+import pytest
+
+from xtuner.v1.train.cli import glance
+from xtuner.v1.train.cli.errors import UserError
+
+TEXT = """
+resources = AcceleratorResourcesConfig(
+    accelerator={accelerator}, num_workers=8)
+rollout = RolloutConfig({rollout})
+"""
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch):
+    """The message for a config, or None."""
+    monkeypatch.setattr(glance, "_has_gpu", lambda: False)
+    for engine in ("NATIVE", "SGLANG", "LMDEPLOY", "VLLM"):
+        monkeypatch.delenv(f"XTUNER_USE_{engine}", raising=False)
+
+    def of(accelerator='"GPU"', rollout="", option=None, sets=()):
+        path = tmp_path / "config.py"
+        path.write_text(textwrap.dedent(TEXT.format(accelerator=accelerator, rollout=rollout)))
+        try:
+            glance.refuse_at_a_glance(path, option, list(sets))
+        except UserError as error:
+            return str(error)
+        return None
+
+    return of
+
+
+def test_a_gpu_run_without_a_gpu_is_refused_with_its_line(refusal):
+    message = refusal()
+    assert "config.py:3: accelerator='GPU'" in message and "--accelerator cpu" in message
+    assert "--accelerator gpu, but" in refusal(accelerator='"CPU"', option="gpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"accelerator": '"CPU"'}, {"accelerator": "choose()"}, {"option": "cpu"},
+        {"sets": ["resources.accelerator=CPU"]},
+    ],
+)  # fmt: skip
+def test_what_is_computed_or_changed_is_left_to_the_full_check(refusal, case):
+    assert refusal(**case) is None
+
+
+def test_with_a_gpu_nothing_is_said_of_it(refusal, monkeypatch):
+    monkeypatch.setattr(glance, "_has_gpu", lambda: True)
+    assert refusal() is None
+
+
+@pytest.mark.skipif(glance.importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_an_engine_that_is_not_installed_is_named_with_the_command(refusal, monkeypatch):
+    cpu = {"accelerator": '"CPU"'}
+    assert "config.py:4: backend='vllm', but" in refusal(**cpu, rollout='backend="vllm"')
+    monkeypatch.setenv("XTUNER_USE_VLLM", "1")
+    message = refusal(**cpu)
+    assert "XTUNER_USE_VLLM=1" in message and "pip install 'xtuner[vllm]'" in message
+    assert refusal(**cpu, rollout='backend="native"') is None
+    assert refusal(**cpu, rollout="**more") is None
+    assert refusal(**cpu, sets=["rollout_config.backend=native"]) is None
+
+
+def test_a_file_that_cannot_be_read_is_left_to_those_who_run_it(tmp_path):
+    (tmp_path / "broken.py").write_text("def (")
+    glance.refuse_at_a_glance(tmp_path / "broken.py", None, [])
+    glance.refuse_at_a_glance(tmp_path / "missing.py", "gpu", [])
