@@ -1,6 +1,6 @@
 """Tokens per second and MFU of a whole GRPO update on one GPU, beside the same update in plain `transformers`.
 
-    python benchmarks/train_step.py --shapes qwen3-0.6b qwen3-1.7b [--rival] [--profile] [--out results.jsonl]
+    python benchmarks/train_step.py --shapes qwen3-0.6b qwen3-1.7b [--rival] [--park] [--profile] [--out results.jsonl]
 
 An update is the forward of a pack of about `--tokens` tokens (sequences of about `--length`, each with a prompt of
 `--prompt` tokens that is not trained and not shared), chunked log-probs, GRPO loss, backward, gradient norm and
@@ -200,8 +200,20 @@ def measure(rows: Rows, shape: str, args: argparse.Namespace) -> None:
         if args.rival:
             ratios = [b / a for a, b in zip(seconds["xtuner"], seconds["transformers"], strict=True)]
             rows.add(label, "xtuner / transformers", "ratio of tokens/s, median", statistics.median(ratios), "x")
+        if args.park:
+            park(rows, label, ours.engine)
         if args.profile:
             profile(ours)
+
+
+def park(rows: Rows, label: str, engine: TrainEngine) -> None:
+    """GB/s of weights and moments to the host and back; the first time allocates the pinned memory."""
+    for turn in ("first", "second", "third"):
+        away, back = timed(engine.offload), timed(engine.onload)
+        rates = engine.parking.rates()
+        for direction, rate in rates.items():
+            seconds = {"offload_s": away, "onload_s": back}
+            rows.add(label, f"xtuner, {turn} time", f"parking, {direction}", rate, "GB/s", **seconds)
 
 
 def profile(update: Callable[[], None]) -> None:
@@ -227,6 +239,7 @@ def main() -> None:
     parser.add_argument("--rival", action="store_true")
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--park", action="store_true", help="also weights and moments to the host and back")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     parser.add_argument("--out")
     args = parser.parse_args()
