@@ -6,7 +6,7 @@ import torch
 
 from xtuner.v1.data_proto.packed import SegmentLayout
 from xtuner.v1.model import DenseModelConfig, MHAConfig, get_model_config_from_hf
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import load_hf_model
 from xtuner.v1.ops.attention import PackedAttention
 
@@ -55,7 +55,7 @@ def write_hf(folder: Path, family: str, dtype: torch.dtype = torch.float32):
     return model.eval()
 
 
-def load(folder: Path) -> DenseModel:
+def load(folder: Path) -> DecoderModel:
     model = get_model_config_from_hf(folder).build("cpu")
     load_hf_model(model, folder)
     return model
@@ -70,13 +70,13 @@ def tiny_config(**changes) -> DenseModelConfig:
     return DenseModelConfig(**values | changes)
 
 
-def tiny_model(seed: int = 0, **changes) -> DenseModel:
+def tiny_model(seed: int = 0, **changes) -> DecoderModel:
     model = tiny_config(**changes).build("cpu")
     model.init_weights(seed, std=0.2)
     return model
 
 
-def hidden_of(model: DenseModel, ids: list[list[int]], prefix: list[int]) -> list[torch.Tensor]:
+def hidden_of(model: DecoderModel, ids: list[list[int]], prefix: list[int]) -> list[torch.Tensor]:
     """Hidden states of each segment of a pack; positions go on from the prefix."""
     lengths = [len(segment) for segment in ids]
     positions = [

@@ -4,11 +4,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.moe import Experts
 
 
-def cut_experts(model: DenseModel, mesh: DeviceMesh) -> list[Experts]:
+def cut_experts(model: DecoderModel, mesh: DeviceMesh) -> list[Experts]:
     """Let each rank of the one-dimensional `mesh` hold its part of every layer's experts, in place; before FSDP, on
     the meta device. Tokens then travel to their experts. Returns the modules, for FSDP over the other ranks.
 

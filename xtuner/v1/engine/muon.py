@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import MuonConfig
 from xtuner.v1.model.blocks import local_pieces
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.ops.orthogonalize import orthogonalize
 
@@ -31,7 +31,7 @@ class MuonRule:
     moments = ("momentum_buffer",)
     elementwise = False
 
-    def __init__(self, model: DenseModel, cfg: MuonConfig) -> None:
+    def __init__(self, model: DecoderModel, cfg: MuonConfig) -> None:
         self.cfg = cfg
         rows: dict[str, dict[int, int]] = {}
         for place in model.hf_params.values():

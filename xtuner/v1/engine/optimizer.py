@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from xtuner.v1.config import AdamWConfig, MuonConfig, OptimConfig
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 
 from .moments import MomentKeeper, Part
 from .muon import MuonRule
@@ -152,7 +152,7 @@ def _runs(part: Part, most: int) -> Iterator[Part]:
         yield Part(part.param, part.index, start, value, grad, kept, part.step)
 
 
-def build_optimizer(model: DenseModel, cfg: OptimConfig, device: torch.device) -> Optimizer:
+def build_optimizer(model: DecoderModel, cfg: OptimConfig, device: torch.device) -> Optimizer:
     """The optimizer of all parameters that are trained. `device` is where their values lie."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = {p for name, p in trained if name.startswith("layers.") and p.dim() == 2}
@@ -175,7 +175,7 @@ def build_optimizer(model: DenseModel, cfg: OptimConfig, device: torch.device) -
     return Optimizer(groups, rules, cfg.lr, keeper)
 
 
-def _rules(model: DenseModel, cfg: OptimConfig) -> tuple[AdamWRule, MuonRule | None]:
+def _rules(model: DecoderModel, cfg: OptimConfig) -> tuple[AdamWRule, MuonRule | None]:
     if isinstance(cfg, AdamWConfig):
         fused = cfg.fused if cfg.fused is not None else cfg.foreach is None
         return AdamWRule(cfg.betas, cfg.eps, cfg.foreach if not fused else None, fused or None), None

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from xtuner.v1.config import FSDPConfig
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.lora import adapted_layers
 
 from .expert_parallel import cut_experts
@@ -20,7 +20,7 @@ def compute_dtype(cfg: FSDPConfig, device: torch.device) -> torch.dtype:
     return cfg.param_dtype if device.type == "cuda" else cfg.cpu_param_dtype
 
 
-def freeze(model: DenseModel, cfg: FSDPConfig, device: torch.device) -> None:
+def freeze(model: DecoderModel, cfg: FSDPConfig, device: torch.device) -> None:
     """Take the weights out of training, in place. Each then lies in the type that it computes in, which is what FSDP
     would make of it: only an optimizer needs more."""
     model.requires_grad_(False)
@@ -33,7 +33,7 @@ def freeze(model: DenseModel, cfg: FSDPConfig, device: torch.device) -> None:
         param.data = param.data.float()
 
 
-def shard_model(model: DenseModel, cfg: FSDPConfig, mesh: ParallelMesh, device: torch.device) -> None:
+def shard_model(model: DecoderModel, cfg: FSDPConfig, mesh: ParallelMesh, device: torch.device) -> None:
     """Cut the layers' matrices, make every layer an FSDP2 unit and the model the root, in place.
 
     Recomputation and compilation sit inside a unit's forward, so parameter names stay as they are. Gradients are

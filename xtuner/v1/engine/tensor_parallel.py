@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.row_order import RowOrder
 
 
-def cut_layers(model: DenseModel, mesh: DeviceMesh) -> None:
+def cut_layers(model: DecoderModel, mesh: DeviceMesh) -> None:
     """Cut every layer's matrices over `mesh`, in place; before FSDP, on the meta device.
 
     A layer then takes and gives the hidden states of this rank's rows; the rotary table and the attention context

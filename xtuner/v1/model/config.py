@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from xtuner.v1.config import TorchDtype, XTunerConfig
 
 if TYPE_CHECKING:
-    from .dense import DenseModel
+    from .dense import DecoderModel
 
 
 class RopeConfig(XTunerConfig):
@@ -216,9 +216,9 @@ class DenseModelConfig(TransformerConfig):
         """Values of one token that the MLP of a layer holds at a time without gradients."""
         return 3 * self.intermediate_size
 
-    def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "DenseModel":
+    def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "DecoderModel":
         """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
-        from .dense import DenseModel
+        from .dense import DecoderModel
 
         with torch.device(device):
-            return DenseModel(self.model_copy(deep=True), dtype)
+            return DecoderModel(self.model_copy(deep=True), dtype)

@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
         return hidden + self.mlp(normed)
 
 
-class DenseModel(nn.Module):
+class DecoderModel(nn.Module):
     """Decoder-only language model over flat rows [T]; who sees whom is the attention context's business."""
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype = torch.float32) -> None:

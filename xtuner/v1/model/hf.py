@@ -14,7 +14,7 @@ from xtuner.v1.utils import get_logger
 
 from .blocks import gather_whole, local_pieces
 from .config import DenseModelConfig
-from .dense import DenseModel, ParamSlice
+from .dense import DecoderModel, ParamSlice
 from .hf_config import to_hf_config
 from .lora import LoRALinear
 from .moe_config import MoEModelConfig
@@ -111,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index}: not an index of weight files ({error!r}). Download it again.") from error
 
 
-def load_hf_model(model: DenseModel, path: str | Path) -> None:
+def load_hf_model(model: DecoderModel, path: str | Path) -> None:
     """Fill all parameters from a model folder, tensor by tensor; of a sharded model each rank reads its rows.
 
     Raises ValueError that lists missing and unexpected names and shape mismatches.
@@ -140,7 +140,7 @@ def load_hf_model(model: DenseModel, path: str | Path) -> None:
         )
 
 
-def load_hf_tensor(model: DenseModel, name: str, tensor: Tensor | StoredTensor) -> int:
+def load_hf_tensor(model: DecoderModel, name: str, tensor: Tensor | StoredTensor) -> int:
     """Copy one tensor into its rows, on every rank the part it holds. Returns its number of elements."""
     if name not in model.hf_params:
         if _ignorable(model, name) or _predicts_further(model, name):
@@ -177,7 +177,7 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
     return parse_dtype(named) if named else next(iter_hf_tensors(path))[1].dtype
 
 
-def export_hf_tensors(model: DenseModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def export_hf_tensors(model: DecoderModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor in `dtype`) of all parameters, on the model's device; adapters are merged into theirs.
 
     Collective for a sharded model: every rank iterates to the end. One parameter is gathered at a time.
@@ -207,12 +207,12 @@ def _hf_shape(place: ParamSlice, param: Tensor) -> tuple[int, ...]:
     return (rows, *rest) if place.stack == 1 else (place.stack, rows // place.stack, *rest)
 
 
-def _ignorable(model: DenseModel, name: str) -> bool:
+def _ignorable(model: DecoderModel, name: str) -> bool:
     """Names that old or careless writers add: buffers that we compute, and the second copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.lm_head is None)
 
 
-def _predicts_further(model: DenseModel, name: str) -> bool:
+def _predicts_further(model: DecoderModel, name: str) -> bool:
     """Whether a tensor belongs to the layers behind the last, which no other part needs."""
     first, extra = model.config.num_hidden_layers, getattr(model.config, "num_nextn_predict_layers", 0)
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + extra))

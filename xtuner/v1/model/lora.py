@@ -14,7 +14,7 @@ from xtuner.v1.config.lora import ALL_LINEAR
 from xtuner.v1.ops.lora_linear import lora_linear, lora_parts, merge_lora
 
 if TYPE_CHECKING:
-    from .dense import DenseModel
+    from .dense import DecoderModel
 
 
 class LoRALinear(nn.Module):
@@ -64,7 +64,7 @@ class LoRALinear(nn.Module):
             yield name, lora_a[part.a], lora_b[part.b]
 
 
-def lora_targets(model: "DenseModel") -> dict[str, dict[str, dict[str, tuple[int, int]]]]:
+def lora_targets(model: "DecoderModel") -> dict[str, dict[str, dict[str, tuple[int, int]]]]:
     """Where adapters can be: by the last part of the Hugging Face name, then by our layer, name and rows.
 
     A name that also stands for something else than a linear layer (a routed expert) is none.
@@ -84,7 +84,7 @@ def lora_targets(model: "DenseModel") -> dict[str, dict[str, dict[str, tuple[int
     return {target: layers for target, layers in targets.items() if target not in excluded}
 
 
-def resolve_targets(model: "DenseModel", names: Sequence[str]) -> list[str]:
+def resolve_targets(model: "DecoderModel", names: Sequence[str]) -> list[str]:
     """The targets that `names` stand for, in the model's order.
 
     Raises:
@@ -102,7 +102,7 @@ def resolve_targets(model: "DenseModel", names: Sequence[str]) -> list[str]:
     return [name for name in known if name in names]
 
 
-def add_adapters(model: "DenseModel", cfg: LoRAConfig) -> None:
+def add_adapters(model: "DecoderModel", cfg: LoRAConfig) -> None:
     """Freeze the model and give the targets their adapters, in place, not yet filled (`init_adapters`)."""
     model.requires_grad_(False)
     targets = lora_targets(model)

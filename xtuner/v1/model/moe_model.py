@@ -8,7 +8,7 @@ from torch import Tensor
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.rotary import RotaryTable
 
-from .dense import DecoderLayer, DenseModel, HFPart
+from .dense import DecoderLayer, DecoderModel, HFPart
 from .moe import MoEBlock, RouterStats
 from .moe_config import MoEModelConfig
 
@@ -30,7 +30,7 @@ class MoEDecoderLayer(DecoderLayer):
         return hidden + out, stats
 
 
-class MoEModel(DenseModel):
+class MoEModel(DecoderModel):
     """Layers with experts, and plain ones where the config says so."""
 
     config: MoEModelConfig
@@ -49,7 +49,7 @@ class MoEModel(DenseModel):
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, row_weights: Tensor | None = None
     ) -> Tensor:
-        """As `DenseModel.hidden_states`; with row weights int [T] (how often a row counts) fills `router_stats`."""
+        """As `DecoderModel.hidden_states`; with row weights int [T] (how often a row counts) fills `router_stats`."""
         rotary = self.rotary(position_ids)
         hidden = self.embed_tokens(input_ids)
         collected = []

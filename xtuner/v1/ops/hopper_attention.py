@@ -86,7 +86,7 @@ class _Attention(torch.autograd.Function):
         out, lse = q.new_empty(q.shape), q.new_empty(num_q, rows, dtype=torch.float32)
         lists = work.forward_lists(num_q)
         kernels.attention_forward[(len(lists.counts),)](
-            _tiles_of(q, _TILE // 2), _tiles_of(k, _TILE), _tiles_of(v, _TILE), v, v.stride(0), out, lse,
+            _tiles_of(q, _TILE // 2), _tiles_of(k, _TILE), _tiles_of(v, _TILE), out, lse,
             lists.tiles, lists.counts, lists.tiles.shape[1], rows, num_q, num_q // k.shape[1], scale * _LOG2E,
             D=dim, BLOCK=_TILE, STAGES=_STAGES[dim][0],
             PREFIX=work.has_prefixes, num_warps=4, maxnreg=kernels.REGISTERS,

@@ -30,7 +30,7 @@ _QUERY_FIELDS, _KEY_FIELDS = gl.constexpr(6), gl.constexpr(4)
 
 @gluon.jit(do_not_specialize=_ANY_SIZE)
 def attention_forward(
-    q_desc, k_desc, v_desc, v, v_row, out, lse, tiles, counts, slots, rows, num_q, group, scale,
+    q_desc, k_desc, v_desc, out, lse, tiles, counts, slots, rows, num_q, group, scale,
     D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
     """out [T, num_q, D]; lse float32 [num_q, T], in base 2. `scale` includes log2(e). BLOCK keys at a time: a tile."""
@@ -46,7 +46,7 @@ def attention_forward(
     gl.warp_specialize([
         (_forward_attend, (shared, 0, D, BLOCK, STAGES, PREFIX)),
         (_forward_attend, (shared, 1, D, BLOCK, STAGES, PREFIX)),
-        (_forward_copy, (buffers, barriers, tiles, count, q_desc, k_desc, v_desc, v, v_row, group, D, BLOCK, STAGES)),
+        (_forward_copy, (buffers, barriers, tiles, count, q_desc, k_desc, v_desc, group, D, BLOCK, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -168,22 +168,23 @@ def _copy_block(desc, ring, full, free, step, row, column, BYTES: gl.constexpr, 
 
 
 @gluon.jit
-def _copy_part(source, stride, count, target, BLOCK: gl.constexpr, D: gl.constexpr):
-    """The first `count` rows, zeros behind them; returns when they are there."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
-    row = gl.arange(0, 8, gl.SliceLayout(1, L))
-    place = source + row[:, None] * stride + gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
-    for i in gl.static_range(BLOCK // 8):
-        inside = (row < count - i * 8)[:, None]
-        async_copy.async_copy_global_to_shared(target.slice(i * 8, 8), place + i * 8 * stride, mask=inside)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
+def _clear_rows(tile, count, BLOCK: gl.constexpr, D: gl.constexpr):
+    """Zeros behind the first `count` rows of a tile [BLOCK, D] that is there. Both groups do it, with one result."""
+    PART: gl.constexpr = 1024 // D
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = gl.arange(0, PART, gl.SliceLayout(1, WIDE))
+    for i in gl.static_range(BLOCK // PART):
+        if count < (i + 1) * PART:
+            part = tile.slice(i * PART, PART)
+            rows = part.load(WIDE)
+            part.store(gl.where((row < count - i * PART)[:, None], rows, gl.zeros_like(rows)))
     fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
 def _forward_copy(
-    buffers, barriers, tiles, count, q_desc, k_desc, v_desc, v, v_row, group,
+    buffers, barriers, tiles, count, q_desc, k_desc, v_desc, group,
     D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_tile, k_ring, v_ring = buffers
@@ -197,17 +198,9 @@ def _forward_copy(
         _copy_halves(q_desc, q_tile, q_full.index(0), first, head * D, BLOCK)
         column = head // group * D
         for i in range(blocks):
-            key, last = _key_block(i, own, start, end, prefix, prefix_end, BLOCK)
+            key, _ = _key_block(i, own, start, end, prefix, prefix_end, BLOCK)
             _copy_block(k_desc, k_ring, k_full, k_free, step, key, column, bytes, STAGES)
-            if key + BLOCK - 1 <= last:
-                _copy_block(v_desc, v_ring, v_full, v_free, step, key, column, bytes, STAGES)
-            else:
-                # A weight of 0 does not keep another sample's infinities out.
-                stage = step % STAGES
-                mbarrier.wait(v_free.index(stage), (step // STAGES & 1) ^ 1)
-                source = v + key.to(gl.int64) * v_row + column
-                _copy_part(source, v_row, last + 1 - key, v_ring.index(stage), BLOCK, D)
-                mbarrier.arrive(v_full.index(stage), count=1)
+            _copy_block(v_desc, v_ring, v_full, v_free, step, key, column, bytes, STAGES)
             step += 1
 
 
@@ -246,6 +239,10 @@ def _forward_attend(
         weights = gl.exp2(scores * scale - (peak * scale)[:, None])
         total = gl.sum(weights, 1)
         operand = gl.convert_layout(weights.to(dtype), OPERAND)
+        if key + BLOCK - 1 > last:
+            # A weight of 0 does not keep another sample's infinities out.
+            mbarrier.wait(v_full.index(stage), phase)
+            _clear_rows(v_ring.index(stage), last + 1 - key, BLOCK, D)
         for i in range(1, blocks):
             before, before_phase = stage, phase
             step += 1
@@ -260,6 +257,8 @@ def _forward_attend(
                 key, last = _key_block(i, own, start, end, prefix, prefix_end, BLOCK)
                 if key + BLOCK - 1 > last:
                     scores = gl.where(_seen(row, key, last, SCORES, BLOCK), scores, -float("inf"))
+                    mbarrier.wait(v_full.index(stage), phase)
+                    _clear_rows(v_ring.index(stage), last + 1 - key, BLOCK, D)
             new_peak = gl.maximum(peak, gl.max(scores, 1))
             weights = gl.exp2(scores * scale - (new_peak * scale)[:, None])
             shrink = gl.exp2((peak - new_peak) * scale)

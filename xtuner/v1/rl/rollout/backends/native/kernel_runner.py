@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from xtuner.v1.model.config import DenseModelConfig
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.ops.jit_gemm import ROWS, pack
 from xtuner.v1.ops.simd import LANES
 from xtuner.v1.ops.threads import num_threads
@@ -39,7 +39,7 @@ _MAX_PARAMETERS = 16_000_000
 blocks of 16 sequences: at 12 million parameters the kernels are faster by a fifth, at 30 million slower by one."""
 
 
-def kernels_know(model: DenseModel) -> bool:
+def kernels_know(model: DecoderModel) -> bool:
     """Whether they compute all of a model, and faster than torch does."""
     config, a = model.config, model.config.attention
     if type(config) is not DenseModelConfig or sum(p.numel() for p in model.parameters()) > _MAX_PARAMETERS:
@@ -52,7 +52,7 @@ def kernels_know(model: DenseModel) -> bool:
 class KernelCache(SlotCache):
     """Slots point to rows of the storage, so that a sequence changes its slot without a copy."""
 
-    def __init__(self, model: DenseModel, max_slots: int, max_length: int) -> None:
+    def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
         a, layers = model.config.attention, model.config.num_hidden_layers
         super().__init__(2 * layers * a.num_key_value_heads * a.head_dim * 4, max_slots, max_length)
         self._model, self._shape = model, (layers, a.num_key_value_heads, a.head_dim)
@@ -87,7 +87,7 @@ class KernelCache(SlotCache):
 class KernelRunner:
     """Prefill leaves out a prompt's last token: the first step feeds it, as every step feeds the token before."""
 
-    def __init__(self, model: DenseModel, max_slots: int, max_length: int, threads: int | None = None) -> None:
+    def __init__(self, model: DecoderModel, max_slots: int, max_length: int, threads: int | None = None) -> None:
         """threads None: as many as torch uses."""
         self.model, self.cache = model, KernelCache(model, max_slots, max_length)
         c, a = model.config, model.config.attention
@@ -190,7 +190,7 @@ def _blocks(count: int, threads: int) -> np.ndarray:
     return np.minimum(np.arange(blocks + 1) * tiles // max(blocks, 1) * ROWS, count)
 
 
-def read_weights(model: DenseModel) -> Weights:
+def read_weights(model: DecoderModel) -> Weights:
     """The parameters as the kernels want them; all but the embedding are copies."""
     parameters_of = [dict(layer.named_parameters()) for layer in model.layers]
 

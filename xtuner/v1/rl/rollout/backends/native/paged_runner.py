@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xtuner.v1.data_proto import SegmentLayout
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.paged_kernels import SharedPages, paged_attention, store_rows
 from xtuner.v1.ops.sampling_kernels import draw_tokens, uniform_numbers
@@ -121,7 +121,7 @@ class PagedRunner:
     logits, for batches with requests that need more than plain sampling.
     """
 
-    def __init__(self, model: DenseModel, cache: PagedCache, use_graphs: bool = True) -> None:
+    def __init__(self, model: DecoderModel, cache: PagedCache, use_graphs: bool = True) -> None:
         self.model, self.cache = model, cache
         self._use_graphs = use_graphs
         self._sizes = batch_sizes(cache.max_slots)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xtuner.v1.data_proto import SegmentLayout
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.sink_attention import sink_attention
 
@@ -118,7 +118,7 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs the model by torch, one token at a time. Logits are float32 [B, V], of each slot's last token."""
 
-    def __init__(self, model: DenseModel, cache: KVCache) -> None:
+    def __init__(self, model: DecoderModel, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self._on_cpu = cache.device.type == "cpu"
         self.prefilled_rows = 0

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from xtuner.v1.data_proto import WeightBucket
-from xtuner.v1.model.dense import DenseModel
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import load_hf_tensor
 
 
@@ -42,7 +42,7 @@ class PlainWeights:
             param.data = torch.empty_strided(*self._layout[name], dtype=param.dtype, device=param.device)
 
 
-def replace_weights(model: DenseModel, buckets: Iterable[WeightBucket]) -> None:
+def replace_weights(model: DecoderModel, buckets: Iterable[WeightBucket]) -> None:
     """Copy a full set of weights into the model's memory. Raises WeightUpdateError if it is not one."""
     seen: set[str] = set()
     double: list[str] = []
