@@ -5,8 +5,11 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from xtuner.v1.data_proto import SampleParams, SegmentLayout
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
+from xtuner.v1.data_proto import PackedBatch, SampleParams, SegmentLayout
+from xtuner.v1.engine import TrainEngine
 from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
 from xtuner.v1.model.hf_config import model_config_from_dict
 from xtuner.v1.ops.attention import PackedAttention
@@ -98,3 +101,45 @@ def test_engine_log_probs_equal_the_models(model, tmp_path) -> None:
             expected, _ = model(whole, torch.arange(count), context, rows, labels, torch.ones(len(rows)), 64)
         # min_tokens takes the end token out of the distribution.
         assert (torch.tensor(out.logprobs) - expected).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_updates_on_the_host_are_those_on_the_card(family) -> None:
+    """Parameters that FSDP leaves alone, such as DeepSeek's correction bias, do not come from the host with it."""
+    config = model_config_from_dict({"model_type": family, **_BASE, **FAMILIES[family]})
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    generator, rows = torch.Generator().manual_seed(0), 200
+    ids, labels = (torch.randint(3, 128, (rows,), generator=generator) for _ in range(2))
+    pack = PackedBatch(
+        input_ids=ids, position_ids=torch.arange(rows), layout=SegmentLayout([rows], [-1]),
+        target_rows=torch.arange(rows), labels=labels, advantages=torch.randn(rows, generator=generator),
+        inv_temperature=torch.ones(rows), sample_index=torch.zeros(rows, dtype=torch.int64), rollout_ids=[0],
+    ).to("cuda")  # fmt: skip
+    found = []
+    try:
+        for offload in (False, True):
+            engine = TrainEngine(
+                config, FSDPConfig(torch_compile=False, cpu_offload=offload), device=torch.device("cuda", 0),
+                optim_cfg=AdamWConfig(lr=1e-2, eps=1e-3), lr_cfg=LRConfig(warmup_ratio=0),
+            )  # fmt: skip
+            engine.model.init_weights(0, std=0.15)
+            with torch.no_grad():
+                for name in engine.model.float32_names:
+                    bias = engine.model.get_parameter(name)
+                    bias.copy_(torch.linspace(-1, 1, bias.numel()))
+            norms = []
+            for _ in range(2):
+                routers = engine.router_loss([pack])
+                logprobs, _ = engine.forward(pack)
+                engine.backward(-(pack.advantages * logprobs).mean() + routers.add(engine.model.router_stats))
+                norms.append(engine.step().grad_norm)
+                engine.offload()
+                engine.onload()
+            buckets = engine.weight_buckets(1 << 30, torch.float32)
+            found.append((norms, {name: t.cpu() for bucket in buckets for name, t in bucket.tensors.items()}))
+    finally:
+        dist.destroy_process_group()
+    (norms, expected), (offloaded_norms, got) = found
+    assert offloaded_norms == pytest.approx(norms, rel=2e-2)
+    for name, tensor in expected.items():
+        assert (got[name] - tensor).norm() <= 1e-2 * tensor.norm(), name
