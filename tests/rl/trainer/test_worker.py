@@ -316,3 +316,16 @@ def test_leaving_out_backwards_of_zero_advantage_changes_no_weight(worker_of):
         torch.testing.assert_close(part[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
     assert with_all.train_logprobs.keys() == without.train_logprobs.keys()
     assert with_all.metrics["entropy/train"] == pytest.approx(without.metrics["entropy/train"], rel=1e-6)
+
+
+def test_a_compilation_after_the_first_step_is_a_warning(worker_of):
+    worker = worker_of()
+    slices = packs_of(make_samples(3))[0]
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2))
+    first = worker.fit(slices, 1)
+    assert not first.warnings and first.metrics["compiled_programs"] >= 1
+    compiled(torch.ones(2, dtype=torch.float64))
+    second = worker.fit(slices, 2)
+    assert "TORCH_LOGS=recompiles" in second.warnings[0]
+    assert not worker.fit(slices, 3).warnings

@@ -27,6 +27,7 @@ from xtuner.v1.rl.loss import (
 from xtuner.v1.rl.loss.metrics import mean_of, sum_of
 from xtuner.v1.rl.weight_update import push_in_process
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.compiled import compiled_programs
 from xtuner.v1.utils.device import (
     keep_freed_memory,
     memory_gib,
@@ -74,6 +75,8 @@ class TrainingWorker:
         self.accelerator, self.total_optimizer_steps = accelerator, total_optimizer_steps
         self.seed, self.deterministic = seed, deterministic
         self.consecutive_skips = self.total_skips = 0
+        self.programs: int | None = None
+        """Compiled programs after the first train step."""
         self.owns_group = False
 
     # ---------------------------------------------------------------- set-up
@@ -175,9 +178,22 @@ class TrainingWorker:
                 _by_rollout(pack, seen[id(pack)], result.train_logprobs)
         synchronize(self.device)
         result.metrics["training_s"] = time.perf_counter() - start
+        self._count_programs(result)
         result.metrics["skipped_updates"] = float(self.total_skips)
         result.metrics |= {f"offload/{way}_gb_per_s": rate for way, rate in self.engine.parking.rates().items()}
         return result
+
+    def _count_programs(self, result: FitResult) -> None:
+        """Compilation belongs to the first step; later ones cost minutes that nobody would see."""
+        programs = compiled_programs()
+        if programs:
+            result.metrics["compiled_programs"] = float(programs)
+        if self.programs is not None and programs > self.programs:
+            result.warnings.append(
+                f"torch.compile made {programs - self.programs} programs after the first step: a shape or a flag is "
+                "new. TORCH_LOGS=recompiles tells which."
+            )
+        self.programs = programs
 
     def _update(
         self,
