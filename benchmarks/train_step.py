@@ -79,14 +79,15 @@ def make_pack(lengths: list[int], prompt: int, vocab: int, rng: torch.Generator)
 
 
 class Ours:
-    def __init__(self, folder: Path, pack: PackedBatch, args: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, pack: PackedBatch, args: argparse.Namespace, sp_size: int = 1) -> None:
         fsdp = FSDPConfig(
             torch_compile=args.compile, recompute_ratio=args.recompute, **dict(pair.split("=") for pair in args.fsdp)
         )
         config = get_model_config_from_hf(folder)
+        device = torch.device("cuda", torch.cuda.current_device())
         optimizer = AdamWConfig(lr=1e-6, **dict(pair.split("=") for pair in args.optim))
         self.engine = TrainEngine(
-            config, fsdp, device=DEVICE, optim_cfg=optimizer, lr_cfg=LRConfig(), chunk_size=args.chunk
+            config, fsdp, device=device, optim_cfg=optimizer, lr_cfg=LRConfig(), chunk_size=args.chunk, sp_size=sp_size
         )
         randomise(self.engine.model)
         self.loss = GRPOLossConfig(policy_loss_cfg=dict(cliprange_low=0.2, cliprange_high=0.28), mode="chunk")
