@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from xtuner.v1.data_proto import FinishReason, WeightBucket
+from xtuner.v1.model.config import TransformerConfig
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import load_hf_model
 from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.ops.cpu import cpu_kernels_available
@@ -62,6 +64,8 @@ class NativeEngine:
         self.model_path, self.device = Path(model_path), torch.device(device)
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.version = 0
+        self.num_ranks = 1
+        """Ranks that have a part of every layer and of the cache each."""
         self._max_batch_size, self._context_length = max_batch_size, context_length
         self._gpu_memory_utilization, self._cpu_cache_bytes = gpu_memory_utilization, cpu_cache_bytes
         self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
@@ -89,7 +93,7 @@ class NativeEngine:
         if bad := [i for i in eos_ids if not 0 <= i < config.vocab_size]:
             raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
         on_cuda = self.device.type == "cuda"
-        self._model = config.build("meta" if on_cuda else self.device, self.dtype).requires_grad_(False).eval()
+        self._model = self._build_model(config).requires_grad_(False).eval()
         self._runner = self._build_runner(context)
         self._cache = self._runner.cache
         self._weights = StableWeights(self._model, self.device) if on_cuda else PlainWeights(self._model)
@@ -102,9 +106,13 @@ class NativeEngine:
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._set_cache_budget()
 
+    def _build_model(self, config: TransformerConfig) -> DecoderModel:
+        """Without content; on CUDA without memory too."""
+        return config.build("meta" if self.device.type == "cuda" else self.device, self.dtype)
+
     def _build_runner(self, context: int) -> Runner:
         model, config, slots = self._model, self._model.config, self._max_batch_size
-        plain_products = self.device.type == "cpu" and self.dtype == torch.float32
+        plain_products = self.device.type == "cpu" and self.dtype == torch.float32 and self.num_ranks == 1
         if plain_products and self._cpu_kernels and cpu_kernels_available():
             from .kernel_runner import KernelRunner, kernels_know
 
@@ -114,7 +122,8 @@ class NativeEngine:
                 return runner
         if plain_products:
             lay_out_by_input(model)
-        sizes = (config.num_hidden_layers, *config.attention.cache_shape, self.dtype, self.device)
+        heads, key_dim, value_dim = config.attention.cache_shape
+        sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
         if self.device.type == "cuda":
             from .paged_runner import MAX_STEPS, PagedRunner
 
@@ -179,8 +188,7 @@ class NativeEngine:
             return self._refusal(request, str(error))
         self._ensure_driver()
         future = asyncio.get_running_loop().create_future()
-        self._futures[sequence] = future
-        self._scheduler.add(sequence)
+        self._enter(sequence, future)
         try:
             return await future
         except asyncio.CancelledError:
@@ -189,6 +197,10 @@ class NativeEngine:
 
     async def abort(self) -> None:
         self._end_all("abort")
+
+    def _enter(self, sequence: Sequence, future: asyncio.Future[GenerateOutput]) -> None:
+        self._futures[sequence] = future
+        self._scheduler.add(sequence)
 
     def _ensure_driver(self) -> None:
         loop = asyncio.get_running_loop()
