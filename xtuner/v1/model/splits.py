@@ -5,10 +5,13 @@ import math
 from .config import DenseModelConfig, TransformerConfig
 
 
-def split_problems(model: TransformerConfig, tp_size: int, sp_size: int) -> list[str]:
-    """Why the matrices cannot be cut over `tp_size` ranks, or the heads over `sp_size`; empty if they can."""
+def split_problems(model: TransformerConfig, tp_size: int, sp_size: int, tp_name: str = "tp_size") -> list[str]:
+    """Why the matrices cannot be cut over `tp_size` ranks, or the heads over `sp_size`; empty if they can.
+
+    tp_name: the field that gives `tp_size`.
+    """
     if tp_size > 1 and not isinstance(model, DenseModelConfig):
-        return [f"tp_size={tp_size}: only dense models are cut by tensor parallelism, not {model.model_type}; set 1."]
+        return [f"{tp_name}={tp_size}: only dense models are cut by tensor parallelism, not {model.model_type}; set 1."]
     problems = []
     heads, kv_heads = model.attention.num_attention_heads, model.attention.cache_shape[0]
     if tp_size > 1:
@@ -18,11 +21,11 @@ def split_problems(model: TransformerConfig, tp_size: int, sp_size: int) -> list
         fitting = _one_of(_divisors(math.gcd(*sizes.values())))
         for name, size in sizes.items():
             if size % tp_size:
-                problems.append(f"tp_size={tp_size} does not divide the model's {name}={size}; {fitting}.")
+                problems.append(f"{tp_name}={tp_size} does not divide the model's {name}={size}; {fitting}.")
     if problems:
         return problems
     heads, kv_heads = heads // tp_size, kv_heads // tp_size
-    of_tp = f" / tp_size={tp_size}" if tp_size > 1 else ""
+    of_tp = f" / {tp_name}={tp_size}" if tp_size > 1 else ""
     fitting = _one_of([n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0])
     if heads % sp_size:
         problems.append(
