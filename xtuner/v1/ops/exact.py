@@ -16,6 +16,7 @@ from xtuner.v1.data_proto.packed import SegmentLayout
 
 if TYPE_CHECKING:
     from .attention import AttentionContext
+    from .paged_attention import PagedRows, SharedPages
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,13 +69,26 @@ def exact_packed_attention(layout: SegmentLayout, device: torch.device) -> "Atte
     return cpu_exact.ExactPackedAttention(layout)
 
 
-def exact_decode_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Attention of the last token of each sequence over a cache without pages (CPU): what `exact_packed_attention`
-    gives for the same token.
+def exact_paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float,
+    shared: "SharedPages | None" = None,
+) -> Tensor:  # fmt: skip
+    """`paged_attention.paged_attention`: what `exact_packed_attention` gives for the last token of each sequence."""
+    if q.is_cuda:
+        from . import exact_attention
 
-    q [B, Hq, D]; keys [B, Hkv, L, D], values [B, Hkv, L, Dv], any strides; lengths int64 [B], the new token included:
-    what lies behind them is not read. Returns [B, Hq, Dv].
-    """
+        return exact_attention.exact_paged_attention(q, keys, values, tables, lengths, scale, shared)
     from . import cpu_exact
 
-    return cpu_exact.exact_decode_attention(q, keys, values, lengths, scale)
+    return cpu_exact.exact_paged_attention(q, keys, values, tables, lengths, scale, shared)
+
+
+def exact_attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: "PagedRows", scale: float) -> Tensor:
+    """`paged_attention.attend_rows`: what `exact_packed_attention` gives for the same tokens."""
+    if q.is_cuda:
+        from . import exact_attention
+
+        return exact_attention.exact_attend_rows(q, keys, values, rows, scale)
+    from . import cpu_exact
+
+    return cpu_exact.exact_attend_rows(q, keys, values, rows, scale)

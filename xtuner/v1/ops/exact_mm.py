@@ -1,0 +1,101 @@
+"""Exact matrix products on CUDA; see `exact`. Hopper, half precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LARGE_ROWS = 512
+"""From so many rows on, tiles of 128 rows that go through the device in waves pay."""
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `exact.exact_linear`."""
+    return _ExactLinear.apply(x, weight, bias)
+
+
+def exact_head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """See `exact.exact_head_logits`."""
+    return product(hidden.detach(), weight.detach(), None, torch.float32)
+
+
+class _ExactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.flatten(0, -2)
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return product(flat, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        flat, flat_grad = x.flatten(0, -2), grad.flatten(0, -2)
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        grad_x = (flat_grad @ weight).view_as(x) if need_x else None
+        grad_weight = flat_grad.t() @ flat if need_weight else None
+        grad_bias = flat_grad.sum(0) if ctx.has_bias and need_bias else None
+        return grad_x, grad_weight, grad_bias
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [M, K] @ weight [N, K].T + bias [N] in `dtype`, summed in float32."""
+    rows, columns = x.shape[0], weight.shape[0]
+    _check(x, weight)
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    if rows:
+        x, weight = _aligned(x), _aligned(weight)
+        (_large if rows >= _LARGE_ROWS else _small)(x, weight, bias, out)
+    return out
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"exact mode on CUDA multiplies bfloat16 or float16, not {x.dtype} and {weight.dtype}: set "
+            "fsdp_cfg.param_dtype and rollout_config.dtype to torch.bfloat16."
+        )
+    if x.shape[1] % 8:
+        raise ValueError(f"exact mode on CUDA needs widths that are multiples of 8, not {x.shape[1]}.")
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with rows that the copy engine can address."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _small(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from .exact_mm_kernels import small_product
+
+    rows, columns = out.shape
+    tile_rows, tile_columns, block, stages = 64, 64, 128, 4
+    small_product[(triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
+        TensorDescriptor.from_tensor(x, [tile_rows, block]),
+        TensorDescriptor.from_tensor(weight, [tile_columns, block]), bias, out, rows, columns, x.shape[1], BIAS=bias is not None,
+        ROWS=tile_rows, COLUMNS=tile_columns, BLOCK=block, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+
+
+def _large(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    from .exact_mm_kernels import REGISTERS, large_product
+
+    rows, columns = out.shape
+    tile_columns, block, stages = 256, 64, 4
+    tiles = -(-rows // 128) * -(-columns // tile_columns)
+    programs = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    large_product[(programs,)](
+        _tiles_of(x, 64, block), _tiles_of(weight, tile_columns, block), bias, out, rows, columns, x.shape[1],
+        BIAS=bias is not None, COLUMNS=tile_columns, BLOCK=block, STAGES=stages, GROUP=8,
+        num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def _tiles_of(x: Tensor, rows: int, columns: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
