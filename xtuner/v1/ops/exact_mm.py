@@ -74,8 +74,8 @@ def _small(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     tile_rows, tile_columns, block, stages = 64, 64, 128, 4
     small_product[(triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
         TensorDescriptor.from_tensor(x, [tile_rows, block]),
-        TensorDescriptor.from_tensor(weight, [tile_columns, block]), bias, out, rows, columns, x.shape[1], BIAS=bias is not None,
-        ROWS=tile_rows, COLUMNS=tile_columns, BLOCK=block, num_warps=4, num_stages=stages,
+        TensorDescriptor.from_tensor(weight, [tile_columns, block]), bias, out, rows, columns, x.shape[1],
+        BIAS=bias is not None, ROWS=tile_rows, COLUMNS=tile_columns, BLOCK=block, num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
