@@ -100,7 +100,7 @@ def test_balancing_loss_does_not_depend_on_whether_prompts_are_shared() -> None:
 
 
 def _stats(assigned: list[float], probs: list[float]) -> list[RouterStats]:
-    return [RouterStats(torch.tensor(assigned).float(), torch.tensor(probs).float(), torch.tensor(0.0))]
+    return [RouterStats(torch.tensor(assigned).float(), torch.tensor(probs).float(), torch.tensor(0.0), torch.zeros(2))]
 
 
 def test_balancing_loss_is_the_formula_with_the_load_seen_so_far() -> None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from xtuner.v1.data_proto.packed import SegmentLayout
 from xtuner.v1.model import BalancingLossConfig, MHAConfig, MoEModelConfig, RouterConfig, ZLossConfig
 from xtuner.v1.model.hf_config import model_config_from_dict
-from xtuner.v1.model.moe import MoEBlock, choose_experts
+from xtuner.v1.model.moe import MoEBlock, choose_experts, expert_weights
 from xtuner.v1.ops.attention import PackedAttention
 
 from .helpers import hidden_of, load, random_ids, write_hf
@@ -118,16 +118,16 @@ def test_one_expert_for_all_tokens_drops_none() -> None:
 def test_choice_by_group_and_correction() -> None:
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.7, 0.2]])
     plain = RouterConfig(scoring_func="sigmoid", norm_topk_prob=False)
-    assert choose_experts(scores, 2, plain, None)[1].tolist() == [[0, 4]]
+    assert choose_experts(scores, 2, plain, None).tolist() == [[0, 4]]
     # Groups (0, 1), (2, 3), (4, 5) have sums 1.0, 1.1, 0.9: only the second may be used.
     grouped = plain.model_copy(update={"n_group": 3})
-    assert choose_experts(scores, 2, grouped, None)[1].tolist() == [[2, 3]]
+    assert choose_experts(scores, 2, grouped, None).tolist() == [[2, 3]]
     # The correction decides about the choice and not about the weights.
     correction = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.9])
-    weights, ids = choose_experts(scores, 1, grouped, correction)
-    assert ids.tolist() == [[5]] and weights.tolist() == [[pytest.approx(0.2)]]
+    ids = choose_experts(scores, 1, grouped, correction)
+    assert ids.tolist() == [[5]] and expert_weights(scores, ids, grouped).tolist() == [[pytest.approx(0.2)]]
     scaled = plain.model_copy(update={"norm_topk_prob": True, "router_scaling_factor": 2.0})
-    weights, _ = choose_experts(scores, 2, scaled, None)
+    weights = expert_weights(scores, choose_experts(scores, 2, scaled, None), scaled)
     torch.testing.assert_close(weights, torch.tensor([[0.9, 0.7]]) / 1.6 * 2)
 
 
@@ -135,7 +135,7 @@ def test_negative_scores_for_choice_stay_behind_the_chosen_groups() -> None:
     """A group that is out must be out even if all corrected scores of the others are below zero."""
     config = RouterConfig(scoring_func="sigmoid", n_group=2, topk_group=1)
     scores, correction = torch.full((1, 4), 0.1), torch.tensor([-1.0, -1.1, -2.0, -2.0])
-    assert choose_experts(scores, 2, config, correction)[1].tolist() == [[0, 1]]
+    assert choose_experts(scores, 2, config, correction).tolist() == [[0, 1]]
 
 
 def test_router_computes_in_its_own_type() -> None:

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.rl.trainer.test_worker import make_samples, make_worker, packs_of, weights
+from tests.rl.trainer.test_worker import loss_cfg, make_samples, make_worker, packs_of, weights
 from tests.train.helpers import worker_config, write_moe_model
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.model import BalancingLossConfig, ZLossConfig, get_model_config_from_hf
@@ -87,6 +88,52 @@ def test_several_updates_have_losses_of_their_own_tokens(worker_of) -> None:
     first, second = worker.fit(packs_of(make_samples(8), steps=2)[0], 1).optimizer_steps
     assert first["router/z_loss"] != second["router/z_loss"]
     assert first["router/balancing_loss"] >= 0.5 * (1 - 1e-6) and second["ratio_abs_dev"] > 0
+
+
+def replayed_packs(steps=1):
+    """Packs of 8 samples with random experts, the model having one layer of four, of which a token uses two."""
+    samples, rng = make_samples(8), np.random.default_rng(0)
+    for sample in samples:
+        sample.routed_experts = rng.random((len(sample.input_ids), 1, 4)).argsort(-1)[..., :2].astype(np.int16)
+    options = dict(ranks=1, optimizer_steps=steps, pack_max_length=64, hidden_size=32, share_prompts=True, seed=1)
+    return pack_samples(samples, routing_shape=(1, 2, 4), **options)[0]
+
+
+def test_given_experts_are_used_before_and_in_the_update(worker_of) -> None:
+    """Old log-probs and those of the update go by the same experts: nothing else would leave the ratio at 1."""
+    found = {}
+    for name, offload in (("device", False), ("host", True)):
+        worker = worker_of(offload_rollout_routed_experts=offload, optimizer_steps=2)
+        result = worker.fit(replayed_packs(steps=2), 1)
+        first = result.optimizer_steps[0]
+        assert first["router/replay_missing_share"] == 0 and first["router/replay_changed_share"] > 0.2
+        assert first["ratio_abs_dev"] < 1e-6
+        found[name] = result.train_logprobs, weights(worker)
+    assert found["device"][0] == found["host"][0]
+    for name, tensor in found["device"][1].items():
+        assert torch.equal(tensor, found["host"][1][name]), name
+    plain = worker_of().fit([[replace(p, routed_experts=None) for p in part] for part in replayed_packs()], 1)
+    assert plain.train_logprobs != found["device"][0] and "router/replay_missing_share" not in plain.optimizer_steps[0]
+
+
+def test_the_reference_chooses_by_itself_unless_told(worker_of) -> None:
+    kl = loss_cfg(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+    own, given = (
+        worker_of(loss_cfg=kl, replay_routing_in_reference=replay).fit(replayed_packs(), 1).optimizer_steps[0]
+        for replay in (False, True)
+    )
+    kl_names = [name for name in own if "kl" in name and own[name] != given[name]]
+    assert kl_names and given["grad_norm"] != own["grad_norm"]
+    # The policy is still the reference: by the same experts there is no distance.
+    assert all(abs(given[name]) < 1e-6 < abs(own[name]) for name in kl_names), (own, given)
+
+
+def test_replay_of_what_is_not_there_is_refused(moe, model) -> None:
+    for name in ("offload_rollout_routed_experts", "replay_routing_in_reference"):
+        with pytest.raises(ValidationError, match=f"train_worker_cfg.{name}=True: model_type='qwen3' has no experts"):
+            worker_config(model, **{name: True})
+    with pytest.raises(ValidationError, match="replay_routing_in_reference=True: there is no reference"):
+        worker_config(moe, replay_routing_in_reference=True)
 
 
 def test_sizes_that_do_not_fit_the_experts_are_refused(moe, model) -> None:

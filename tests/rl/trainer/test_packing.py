@@ -2,7 +2,9 @@
 
 import random
 
+import numpy as np
 import pytest
+import torch
 
 from xtuner.v1.rl.trainer.packing import make_pack, make_units, pack_samples
 from xtuner.v1.rl.trainer.samples import IGNORE, TrainingSample
@@ -154,3 +156,49 @@ def test_an_update_without_any_signal_still_takes_its_gradients():
         skip_zero_advantage=True,
     )  # fmt: skip
     assert [p.needs_gradient for p in out[0][0]] == [True]
+
+
+ROUTING = (2, 3, 7)
+
+
+def with_experts(samples):
+    """Ids that tell token and position; siblings were prefilled once. The last sample has none, the one before ends."""
+    for index, s in enumerate(samples):
+        rows = [[[(token + place + layer + k) % 7 for k in range(3)] for layer in range(2)]
+                for place, token in enumerate(s.input_ids)]  # fmt: skip
+        s.routed_experts = np.array(rows, np.int16)
+        if index == len(samples) - 2:
+            s.routed_experts = s.routed_experts[: s.prompt_len - 1]
+    samples[-1].routed_experts = None
+    return samples
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_stay_with_their_tokens(shared):
+    samples = with_experts(many(24, 5))
+    pack = make_pack(make_units(samples, shared, 10_000, 8, 100), shared, 64, ROUTING)
+    ids, positions, got = pack.input_ids.tolist(), pack.position_ids.tolist(), pack.routed_experts
+    assert got.dtype == torch.int16 and got.shape == (len(ids), 2, 3) and pack.num_padding > 0
+    assert bool((got[len(ids) - pack.num_padding :] == -1).all())
+    known = [row for row in range(len(ids)) if got[row, 0, 0] >= 0]
+    for row in known:
+        want = [[(ids[row] + positions[row] + layer + k) % 7 for k in range(3)] for layer in range(2)]
+        assert got[row].tolist() == want
+    own = [len(s.input_ids) - (s.prompt_len if shared else 0) for s in samples]
+    missing = sum(own[-2:]) - (0 if shared else samples[-2].prompt_len - 1)
+    assert len(ids) - pack.num_padding - len(known) == missing
+
+
+def test_a_pack_of_padding_has_experts_like_the_others():
+    """All ranks must agree on what a forward gets."""
+    pack = make_pack([], True, 8, ROUTING)
+    assert pack.routed_experts.tolist() == [[[-1] * 3] * 2] * 8
+    assert make_pack([], True, 8).routed_experts is None
+
+
+@pytest.mark.parametrize("shape,largest", [((5, 2, 2), 6), ((5, 1, 3), 6), ((5, 2, 3), 7)])
+def test_experts_of_another_model_are_refused(shape, largest):
+    s = sample(0, [1, 2, 3], [4, 5, 6])
+    s.routed_experts = np.full(shape, largest, np.int16)
+    with pytest.raises(ValueError, match=r"do not belong to a model with \(layers, top_k\)=\(2, 3\) and 7 experts"):
+        make_pack(make_units([s], False, 99, 8, 1), False, 1, ROUTING)

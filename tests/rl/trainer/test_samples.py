@@ -1,5 +1,6 @@
 """Groups become samples with the right labels, advantages and counts."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,3 +90,16 @@ def test_a_response_without_a_trained_token_is_counted_and_left_out():
     report = build_samples([group], GRPOAdvantageConfig().build(), 64)
     assert [s.rollout_id for s in report.samples] == [1]
     assert report.dropped == {"all_masked": 1} and report.metrics["dropped/all_masked"] == 1
+
+
+def test_experts_go_with_the_sample_and_leave_the_state():
+    experts = np.zeros((5, 2, 3), np.int16)
+    for keep in (False, True):
+        group = [state(i, score=i, routed_experts=experts) for i in range(2)]
+        report = build_samples([group], GRPOAdvantageConfig().build(), 64, keep)
+        assert all(s.routed_experts is experts for s in report.samples)
+        assert all((s.routed_experts is experts) == keep for s in group)
+    assert make_sample(state(), 1.0).routed_experts is None
+    # The last token of the response has not been through the model.
+    with pytest.raises(ValueError, match=r"rollout 0: routed_experts of shape \(6, 2, 3\).*at most 5 tokens"):
+        make_sample(state(routed_experts=np.zeros((6, 2, 3), np.int16)), 1.0)

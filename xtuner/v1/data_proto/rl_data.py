@@ -1,9 +1,11 @@
 """The rollout side's one object: a sample on its way from prompt to reward."""
 
+import base64
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from xtuner.v1.config.base import XTunerConfig
@@ -157,6 +159,8 @@ class RolloutState(BaseModel):
     logprob_stage: str | None = None
     """Which distribution `logprobs` stand for: `sampled` (after temperature and truncation) or `raw`."""
     routed_experts: Any = None
+    """int16 array [P + R - 1, L, K]: the experts that the engine chose for each token of prompt and response in each of
+    the L layers that have some. The last generated token has none: it has not been through the model."""
     finish_reason: str | None = None
     response_mask: list[int] | None = None
     """1 = train on this token."""
@@ -184,6 +188,14 @@ class RolloutState(BaseModel):
     position_ids: Any = None
     extra_fields: dict[str, Any] = Field(default_factory=dict)
 
+    @field_validator("routed_experts", mode="before")
+    @classmethod
+    def _experts_from_json(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        flat = np.frombuffer(base64.b64decode(value["int16"]), "<i2")
+        return flat.astype(np.int16).reshape(value["shape"])
+
     @model_validator(mode="after")
     def _mirror_uid(self) -> "RolloutState":
         if self.uid is None:
@@ -191,6 +203,14 @@ class RolloutState(BaseModel):
         elif self.rollout_id is None:
             self.rollout_id = self.uid
         return self
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field that is not at its default, as JSON values; `model_validate` is the way back."""
+        out = self.model_dump(mode="json", exclude_defaults=True, exclude={"routed_experts"})
+        if (experts := self.routed_experts) is not None:
+            data = base64.b64encode(experts.astype("<i2").tobytes()).decode()
+            out["routed_experts"] = {"shape": list(experts.shape), "int16": data}
+        return out
 
 
 _FAILURE_ORDER = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED)

@@ -40,11 +40,15 @@ class RouterLoss:
     loss of the whole step however many ranks share it out.
     """
 
-    def __init__(self, config: MoEModelConfig, rows: float, pack_group: dist.ProcessGroup | None = None) -> None:
-        """rows: `num_rows` of all packs of all ranks. pack_group: the ranks that share out the rows of a pack."""
+    def __init__(
+        self, config: MoEModelConfig, rows: float, pack_group: dist.ProcessGroup | None = None, replayed: bool = False
+    ) -> None:
+        """rows: `num_rows` of all packs of all ranks. pack_group: the ranks that share out the rows of a pack.
+        replayed: whether packs bring experts to use, on every rank alike."""
         self._config, self._rows, self._pack_group = config, rows, pack_group
         self._assigned: Tensor | None = None
-        self._losses: dict[str, Tensor] = {}
+        self._replayed = replayed
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, stats: Sequence[RouterStats]) -> Tensor:
         """This rank's part of the loss, from the stats of a pack's layers; differentiable. Collective."""
@@ -63,8 +67,11 @@ class RouterLoss:
         if z is not None:
             z_sum = torch.stack([layer.z_sum for layer in stats])
             parts["z_loss"] = z.z_loss_alpha / self._rows * z_sum.sum()
-        for name, value in parts.items():
-            self._losses[name] = self._losses.get(name, 0) + value.detach().double()
+        counts: dict[str, Tensor] = {}
+        if self._replayed:
+            counts["given"], counts["changed"] = torch.stack([layer.replayed for layer in stats]).sum(0)
+        for name, value in (parts | counts).items():
+            self._sums[name] = self._sums.get(name, 0) + value.detach().double()
         return sum(parts.values(), start=own.new_zeros(()))
 
     def _of_pack(self, own: Tensor) -> Tensor:
@@ -74,13 +81,22 @@ class RouterLoss:
 
     def metrics(self) -> dict[str, float]:
         """The losses, and the maximal violation (Wang et al. 2024, arXiv 2408.15664): by how much the busiest expert
-        exceeds the mean load, as a share of that mean; of the worst layer and on average. Collective."""
+        exceeds the mean load, as a share of that mean; of the worst layer and on average. Collective.
+
+        Where experts were given: the share of choices that were not, and of the given ones that the router would not
+        have made.
+        """
         assert self._assigned is not None
-        names = sorted(self._losses)
-        losses = torch.stack([self._losses[name] for name in names]) if names else torch.zeros(0)
+        names = sorted(self._sums)
+        sums = torch.stack([self._sums[name] for name in names]) if names else torch.zeros(0)
         if names:
-            dist.all_reduce(losses)
+            dist.all_reduce(sums)
         violation = self._assigned.amax(-1) / self._assigned.mean(-1).clamp_min(1e-20) - 1
-        values = dict(zip(names, losses.tolist(), strict=True))
+        values = dict(zip(names, sums.tolist(), strict=True))
         values |= {"max_violation": float(violation.max()), "mean_violation": float(violation.mean())}
+        if self._replayed:
+            given, changed = values.pop("given"), values.pop("changed")
+            layers, top_k, _ = self._config.routing_shape
+            values["replay_missing_share"] = 1 - given / max(1.0, self._rows * layers * top_k)
+            values["replay_changed_share"] = changed / max(1.0, given)
         return {f"router/{name}": value for name, value in values.items()}

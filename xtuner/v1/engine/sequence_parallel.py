@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from xtuner.v1.data_proto import PackedBatch, SegmentLayout
@@ -29,6 +30,10 @@ class PackShare:
         """int64 [T / (sp x tp)]"""
         self.position_ids = pack.position_ids.chunk(mesh.sizes.sp)[mesh.sp_rank]
         """int64 [T / sp]"""
+        self.routed_experts = None
+        """int16 [T / (sp x tp), L, K], or None; see `PackedBatch`."""
+        if pack.routed_experts is not None:
+            self.routed_experts = pack.routed_experts.chunk(ranks)[mesh.pack_rank].to(pack.input_ids.device)
         self._pack = pack
         owner = pack.target_rows // rows
         self._own = (owner == mesh.pack_rank).nonzero().squeeze(1) if ranks > 1 else slice(None)
@@ -72,12 +77,13 @@ def _padded(pack: PackedBatch, ranks: int) -> PackedBatch:
     padding = -pack.input_ids.numel() % ranks
     if not padding:
         return pack
-    zeros = pack.input_ids.new_zeros(padding)
+    zeros, experts = pack.input_ids.new_zeros(padding), pack.routed_experts
     return replace(
         pack,
         input_ids=torch.cat((pack.input_ids, zeros)),
         position_ids=torch.cat((pack.position_ids, zeros)),
         layout=SegmentLayout([*pack.layout.lengths, padding], [*pack.layout.prefix, -1]),
+        routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, padding), value=-1),
         num_padding=pack.num_padding + padding,
     )
 

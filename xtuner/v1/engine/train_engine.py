@@ -113,7 +113,10 @@ class TrainEngine:
         return share.collect(logprobs), None if entropy is None else share.collect(entropy)
 
     def _router_inputs(self, share: PackShare) -> dict[str, Tensor]:
-        return {"row_weights": share.row_counts()} if isinstance(self.model, MoEModel) else {}
+        if not isinstance(self.model, MoEModel):
+            return {}
+        inputs = {"row_weights": share.row_counts()}
+        return inputs if share.routed_experts is None else inputs | {"routed_experts": share.routed_experts}
 
     def router_loss(self, packs: Sequence[PackedBatch]) -> RouterLoss | None:
         """What the routers add to the loss of one optimizer step with these packs of this rank; None for a dense model.
@@ -124,7 +127,8 @@ class TrainEngine:
             return None
         rows = torch.tensor(float(num_rows(packs)), dtype=torch.float64, device=self.device)
         dist.all_reduce(rows, group=self.mesh.data_group)
-        return RouterLoss(self.model.config, float(rows), self.mesh.pack_group)
+        replayed = any(pack.routed_experts is not None for pack in packs)
+        return RouterLoss(self.model.config, float(rows), self.mesh.pack_group, replayed)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:

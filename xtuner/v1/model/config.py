@@ -173,6 +173,11 @@ class TransformerConfig(XTunerConfig):
         full = self.layer_types is not None and self.layer_types[layer] == "full_attention"
         return None if window is None or full or window >= self.max_position_embeddings else window
 
+    @property
+    def routing_shape(self) -> tuple[int, int, int] | None:
+        """Layers with experts, experts that a token uses in each, and experts of a layer; None without any."""
+        return None
+
 
 class DenseModelConfig(TransformerConfig):
     """A decoder with one gated MLP a layer: the qwen2, qwen3, llama and mistral families."""

@@ -29,6 +29,8 @@ class RouterStats(NamedTuple):
     """float32 [E]: sum of each expert's probability (the scores divided by their sum)."""
     z_sum: Tensor
     """float32 []: sum of logsumexp(logits)²."""
+    replayed: Tensor
+    """float32 [2]: choices that were given, and those among them that the router would not have made. No gradient."""
 
 
 class Router(nn.Module):
@@ -44,42 +46,68 @@ class Router(nn.Module):
         correction = torch.empty(experts, dtype=torch.float32) if config.router.correction_bias else None
         self.e_score_correction_bias = nn.Parameter(correction, False) if correction is not None else None
 
-    def forward(self, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats | None]:
-        """x [T, H] -> weights float32 [T, K], experts int64 [T, K], and the stats if there are row weights int [T]."""
+    def forward(
+        self, x: Tensor, row_weights: Tensor | None = None, routed_experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, RouterStats | None]:
+        """x [T, H] -> weights float32 [T, K], experts int64 [T, K], and the stats if there are row weights int [T].
+
+        routed_experts int [T, K]: experts to use, a row of -1 for those of the router's own choice. Their weights are
+        made of this router's scores in either case, and the gradient with them (Ma et al. 2025, arXiv 2510.11370).
+        """
         bias = self.bias.to(self.compute_dtype) if self.bias is not None else None
         logits = F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias).float()
         scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
-        weights, ids = choose_experts(scores, self.top_k, self.config, self.e_score_correction_bias)
-        return weights, ids, None if row_weights is None else _stats(logits, scores, ids, row_weights.float())
+        own = choose_experts(scores, self.top_k, self.config, self.e_score_correction_bias)
+        ids = own
+        if routed_experts is not None:
+            ids = torch.where(routed_experts[:, :1] >= 0, routed_experts.long(), own)
+        weights = expert_weights(scores, ids, self.config)
+        if row_weights is None:
+            return weights, ids, None
+        row_weights = row_weights.float()
+        return weights, ids, _stats(logits, scores, ids, row_weights, _replayed(own, routed_experts, row_weights))
 
 
-def choose_experts(
-    scores: Tensor, top_k: int, config: RouterConfig, correction: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """scores float32 [T, E], correction float32 [E] -> weights float32 [T, K] and experts int64 [T, K].
+@torch.no_grad()
+def choose_experts(scores: Tensor, top_k: int, config: RouterConfig, correction: Tensor | None) -> Tensor:
+    """scores float32 [T, E], correction float32 [E] -> experts int64 [T, K].
 
     With groups: the best `topk_group` of them by the sum of their two best scores (DeepSeek-V3, arXiv 2412.19437).
     """
-    with torch.no_grad():
-        wanted = scores if correction is None else scores + correction
-        if config.topk_group < config.n_group:
-            by_group = wanted.unflatten(-1, (config.n_group, -1))
-            best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
-            out = torch.ones_like(best, dtype=torch.bool)
-            out.scatter_(-1, best.topk(config.topk_group, dim=-1).indices, False)
-            wanted = by_group.masked_fill(out[..., None], -torch.inf).flatten(-2)
-        ids = wanted.topk(top_k, dim=-1).indices
+    wanted = scores if correction is None else scores + correction
+    if config.topk_group < config.n_group:
+        by_group = wanted.unflatten(-1, (config.n_group, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        out = torch.ones_like(best, dtype=torch.bool)
+        out.scatter_(-1, best.topk(config.topk_group, dim=-1).indices, False)
+        wanted = by_group.masked_fill(out[..., None], -torch.inf).flatten(-2)
+    return wanted.topk(top_k, dim=-1).indices
+
+
+def expert_weights(scores: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
+    """scores float32 [T, E], experts int64 [T, K] -> their weights float32 [T, K]."""
     weights = scores.gather(-1, ids)
     if config.norm_topk_prob:
         # Sigmoids may all be 0.
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    return weights * config.router_scaling_factor, ids
+    return weights * config.router_scaling_factor
 
 
-def _stats(logits: Tensor, scores: Tensor, ids: Tensor, row_weights: Tensor) -> RouterStats:
+def _stats(logits: Tensor, scores: Tensor, ids: Tensor, row_weights: Tensor, replayed: Tensor) -> RouterStats:
     probs = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
     chosen = torch.zeros_like(scores).scatter_(-1, ids, 1.0)
-    return RouterStats(row_weights @ chosen, row_weights @ probs, row_weights @ logits.logsumexp(-1).square())
+    z_sum = row_weights @ logits.logsumexp(-1).square()
+    return RouterStats(row_weights @ chosen, row_weights @ probs, z_sum, replayed)
+
+
+@torch.no_grad()
+def _replayed(own: Tensor, given: Tensor | None, row_weights: Tensor) -> Tensor:
+    """See `RouterStats.replayed`."""
+    if given is None:
+        return row_weights.new_zeros(2)
+    known = (given >= 0).sum(1)
+    other = ((given >= 0) & (given[:, :, None] != own[:, None]).all(2)).sum(1)
+    return torch.stack((row_weights @ known.float(), row_weights @ other.float()))
 
 
 class StackedLinear(nn.Module):
@@ -164,9 +192,17 @@ class MoEBlock(nn.Module):
         shared = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, shared, False, dtype) if shared else None
 
-    def forward(self, x: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, RouterStats | None]:
-        """x [T, H] -> [T, H], and the router's stats if there are row weights int [T]."""
-        weights, ids, stats = self.gate(x, row_weights)
+    def forward(
+        self, x: Tensor, row_weights: Tensor | None = None, routed_experts: Tensor | None = None,
+        chosen: list[Tensor] | None = None,
+    ) -> tuple[Tensor, RouterStats | None]:  # fmt: skip
+        """x [T, H] -> [T, H], and the router's stats if there are row weights int [T].
+
+        routed_experts: see `Router`. The experts that are used, int64 [T, K], are appended to `chosen`.
+        """
+        weights, ids, stats = self.gate(x, row_weights, routed_experts)
+        if chosen is not None:
+            chosen.append(ids)
         out = self.experts(x, ids, weights)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)

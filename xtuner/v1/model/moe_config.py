@@ -156,6 +156,11 @@ class MoEModelConfig(TransformerConfig):
         return bool((balancing and balancing.balancing_loss_alpha) or (z and z.z_loss_alpha))
 
     @property
+    def routing_shape(self) -> tuple[int, int, int]:
+        layers = self.num_hidden_layers - len(set(self.dense_layers))
+        return layers, self.num_experts_per_tok, self.n_routed_experts
+
+    @property
     def mlp_values(self) -> int:
         """Values of one token that the MLP or the experts of a layer hold at a time without gradients."""
         chosen, inner = self.num_experts_per_tok, self.moe_intermediate_size

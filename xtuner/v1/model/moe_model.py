@@ -22,11 +22,12 @@ class MoEDecoderLayer(DecoderLayer):
         return MoEBlock(config, dtype)
 
     def forward(
-        self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext, row_weights: Tensor | None = None
-    ) -> tuple[Tensor, RouterStats | None]:
-        """hidden [T, H] -> [T, H], and the stats if there are row weights int [T]."""
+        self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext, row_weights: Tensor | None = None,
+        routed_experts: Tensor | None = None, chosen: list[Tensor] | None = None,
+    ) -> tuple[Tensor, RouterStats | None]:  # fmt: skip
+        """hidden [T, H] -> [T, H], and the stats if there are row weights int [T]; the rest as in `MoEBlock`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attention)
-        out, stats = self.mlp(self.post_attention_layernorm(hidden), row_weights)
+        out, stats = self.mlp(self.post_attention_layernorm(hidden), row_weights, routed_experts, chosen)
         return hidden + out, stats
 
 
@@ -47,15 +48,21 @@ class MoEModel(DecoderModel):
         return kind(config, layer, dtype)
 
     def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, row_weights: Tensor | None = None
-    ) -> Tensor:
-        """As `DecoderModel.hidden_states`; with row weights int [T] (how often a row counts) fills `router_stats`."""
+        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, row_weights: Tensor | None = None,
+        routed_experts: Tensor | None = None, chosen: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As `DecoderModel.hidden_states`; with row weights int [T] (how often a row counts) fills `router_stats`.
+
+        routed_experts int [T, L, K]: the experts to use in the L layers that have some; a row of -1: the router's own
+        choice. The experts that are used, int64 [T, K] a layer, are appended to `chosen`.
+        """
         rotary = self.rotary(position_ids)
         hidden = self.embed_tokens(input_ids)
-        collected = []
+        collected: list[RouterStats] = []
         for layer in self.layers:
             if isinstance(layer, MoEDecoderLayer):
-                hidden, stats = layer(hidden, rotary, attention, row_weights)
+                given = None if routed_experts is None else routed_experts[:, len(collected)]
+                hidden, stats = layer(hidden, rotary, attention, row_weights, given, chosen)
                 collected.append(stats)
             else:
                 hidden = layer(hidden, rotary, attention)
@@ -74,8 +81,10 @@ class MoEModel(DecoderModel):
         chunk_size: int,
         with_entropy: bool = False,
         row_weights: Tensor | None = None,
+        routed_experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = self.hidden_states(input_ids, position_ids, attention, row_weights).index_select(0, target_rows)
+        hidden = self.hidden_states(input_ids, position_ids, attention, row_weights, routed_experts)
+        hidden = hidden.index_select(0, target_rows)
         return self.target_logprobs(hidden, labels, inv_temperature, chunk_size, with_entropy)
 
     def compile_layers(self, backend: str = "inductor") -> None:

@@ -64,7 +64,7 @@ class ReplayBuffer:
         for (task_name, status), groups in self._groups.items():
             for group in groups:
                 try:
-                    samples = [state.model_dump(mode="json", exclude_defaults=True) for state in group]
+                    samples = [state.to_json() for state in group]
                 except Exception as error:
                     raise ValueError(
                         f"replay buffer: group {group[0].group_id} of task {task_name!r} cannot be saved as "

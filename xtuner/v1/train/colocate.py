@@ -136,7 +136,9 @@ class RLColocateTrainer:
 
     def build_samples(self, groups: list[Group]) -> SampleReport:
         """Advantages and training samples of a batch."""
-        return build_samples(groups, self.estimator, self.cfg.train_worker_cfg.pack_max_length)
+        worker = self.cfg.train_worker_cfg
+        keep = not worker.free_rollout_routed_experts_in_worker
+        return build_samples(groups, self.estimator, worker.pack_max_length, keep)
 
     async def train(self, report: SampleReport, step: int) -> list[FitResult]:
         """One train step on every rank."""
@@ -155,6 +157,7 @@ class RLColocateTrainer:
             skip_zero_advantage=worker.zero_without_advantage,
             pad_multiple=1 if cfg.resources.device == "cpu" else 64,
             seed=None if cfg.deterministic else cfg.seed + step,
+            routing_shape=worker.model_cfg.routing_shape if cfg.rollout_config.enable_return_routed_experts else None,
         )
         calls = [h.call("fit", packs[rank // worker.ranks_per_pack], step) for rank, h in enumerate(self.workers)]
         return list(await asyncio.gather(*calls))

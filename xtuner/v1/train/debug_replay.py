@@ -59,7 +59,7 @@ def write_groups(folder: Path, step: int, groups: list[Group]) -> None:
     def write(part: Path) -> None:
         with part.open("w", encoding="utf-8") as file:
             for group in groups:
-                samples = [state.model_dump(mode="json", exclude_defaults=True) for state in group]
+                samples = [state.to_json() for state in group]
                 file.write(json.dumps(samples, ensure_ascii=False, separators=(",", ":")) + "\n")
 
     write_atomic(_path(folder, step), write)

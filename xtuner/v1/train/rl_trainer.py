@@ -144,6 +144,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     def _consistent(self) -> "RLColocateTrainerConfig":
         if self.total_train_steps is None and self.total_epochs is None and not self.debug_train:
             raise ValueError("total_train_steps=None and total_epochs=None: set one of them, else the run has no end.")
+        self._check_routing_replay()
         every = self.sync_weights_interval
         intervals = {"checkpoint_interval": self.checkpoint_interval, "hf_interval": self.hf_interval}
         if self.enable_evaluate:
@@ -167,6 +168,22 @@ class RLColocateTrainerConfig(XTunerConfig):
         if self.skip_checkpoint_validation:
             raise ValueError("skip_checkpoint_validation=True: checkpoints are always checked; remove it.")
         return self
+
+    def _check_routing_replay(self) -> None:
+        worker, model = self.train_worker_cfg, self.train_worker_cfg.model_cfg
+        if self.rollout_config.enable_return_routed_experts:
+            if model.routing_shape is None:
+                raise ValueError(
+                    "rollout_config.enable_return_routed_experts=True: train_worker_cfg.model_cfg has "
+                    f"model_type={model.model_type!r}, which has no experts; leave it out."
+                )
+            return
+        for name in ("offload_rollout_routed_experts", "replay_routing_in_reference"):
+            if getattr(worker, name):
+                raise ValueError(
+                    f"train_worker_cfg.{name}=True needs the engine's experts: set "
+                    "rollout_config.enable_return_routed_experts=True, or leave it out."
+                )
 
     def check(self) -> list[str]:
         """What files and numbers tell before any device is touched; an empty list if the run can start."""

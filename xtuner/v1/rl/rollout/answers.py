@@ -64,6 +64,7 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
     state.finish_reason = output.finish_reason
     state.status = status_of_finish_reason(output.finish_reason)
     state.error_msg = output.error
+    state.routed_experts = output.routed_experts
     return state
 
 

@@ -57,9 +57,13 @@ class WorkerConfig(XTunerConfig):
     profile_memory: bool = False
     """Add memory to the profile, which holds operators and kernels in any case."""
     free_rollout_routed_experts_in_worker: bool = True
-    """Mixture-of-experts routing replay: free the expert ids after use."""
+    """Routing replay (`RolloutConfig.enable_return_routed_experts`): take a sample's expert ids from it once they are
+    in its training sample. False: they stay on it until the step ends."""
     offload_rollout_routed_experts: bool = False
-    """Mixture-of-experts routing replay: keep expert ids in host memory."""
+    """Routing replay: keep the expert ids of a step's packs in host memory; each forward copies those of its pack. On
+    the device they take 2 bytes a token, layer and chosen expert."""
+    replay_routing_in_reference: bool = False
+    """Routing replay: the reference model of the KL term uses the engine's experts too. False: its own choice."""
     sft_dataloader_cfg: None = None
     """Supervised steps between RL steps; not offered by this version."""
     sft_global_batch_size: int = -1
@@ -103,8 +107,15 @@ class WorkerConfig(XTunerConfig):
                 "train_worker_cfg.fsdp_cfg.requires_grad=False: the policy would not learn; it is for "
                 "ref_model_fsdp_cfg, leave it out here."
             )
-        if self.free_rollout_routed_experts_in_worker is not True or self.offload_rollout_routed_experts:
-            raise ValueError("train_worker_cfg: routing replay is not offered by this version; leave its options out.")
+        for name in ("offload_rollout_routed_experts", "replay_routing_in_reference"):
+            if getattr(self, name) and not isinstance(self.model_cfg, MoEModelConfig):
+                kind = self.model_cfg.model_type
+                raise ValueError(f"train_worker_cfg.{name}=True: model_type={kind!r} has no experts; leave it out.")
+        if self.replay_routing_in_reference and not self.loss_cfg.use_kl_loss:
+            raise ValueError(
+                "train_worker_cfg.replay_routing_in_reference=True: there is no reference model without "
+                "loss_cfg.use_kl_loss; set both or neither."
+            )
         if self.sft_global_batch_size != -1 or self.rollout_steps_per_sft != 1:
             raise ValueError("train_worker_cfg: sft_* options need sft_dataloader_cfg, which this version lacks.")
         return self

@@ -95,7 +95,9 @@ def balance(units: Sequence[_Unit], bins: int, max_rows: int) -> list[list[_Unit
     return out
 
 
-def make_pack(units: Sequence[_Unit], share_prompts: bool, pad_multiple: int) -> PackedBatch:
+def make_pack(
+    units: Sequence[_Unit], share_prompts: bool, pad_multiple: int, routing_shape: tuple[int, int, int] | None = None
+) -> PackedBatch:
     """Lay units one behind the other. No units: a pack of padding without trained tokens."""
     ids: list[int] = []
     segments = _Spans()  # positions of the rows of each segment
@@ -152,8 +154,33 @@ def make_pack(units: Sequence[_Unit], share_prompts: bool, pad_multiple: int) ->
         sample_index=of_trained(np.repeat(np.arange(len(samples)), lengths)),
         rollout_ids=[s.rollout_id for s in samples],
         rollout_logprobs=of_trained(np.array(logprobs, dtype=np.float32)) if has_logprobs else None,
+        routed_experts=_lay_experts(units, share_prompts, len(ids), routing_shape) if routing_shape else None,
         num_padding=padding,
     )
+
+
+def _lay_experts(
+    units: Sequence[_Unit], share_prompts: bool, rows: int, routing_shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """int16 [rows, L, K] in the order of `make_pack`. A shared prompt has the experts of its first sample with any."""
+    *shape, num_experts = routing_shape
+    out, row = np.full((rows, *shape), -1, np.int16), 0
+    for unit in units:
+        first = unit.samples[0].prompt_len if share_prompts else 0
+        known = [s.routed_experts for s in unit.samples if s.routed_experts is not None]
+        spans = [(known[0] if known else None, 0, first)]
+        spans += [(s.routed_experts, first, len(s.input_ids)) for s in unit.samples]
+        for experts, start, end in spans:
+            if experts is not None:
+                part = experts[start:end]
+                if part.shape[1:] != tuple(shape) or part.max(initial=-1) >= num_experts:
+                    raise ValueError(
+                        f"routed_experts of shape {part.shape} with ids up to {part.max(initial=-1)} do not belong to "
+                        f"a model with (layers, top_k)={tuple(shape)} and {num_experts} experts a layer."
+                    )
+                out[row : row + len(part)] = part
+            row += end - start
+    return torch.from_numpy(out)
 
 
 class _Spans:
@@ -185,13 +212,15 @@ def pack_samples(
     pad_multiple: int = 1,
     seed: int | None = None,
     skip_zero_advantage: bool = False,
+    routing_shape: tuple[int, int, int] | None = None,
 ) -> list[list[list[PackedBatch]]]:
     """Packs by rank and optimizer step: `out[rank][step]` is a list of packs, as long on every rank.
 
     Samples are shuffled by `seed` (None: kept in order), dealt over the updates (`split_updates`), and those of an
     update over the ranks by cost. A rank gets a pack without samples only where an update has fewer samples than
     ranks. With `skip_zero_advantage`, samples of groups without signal go into packs of their own that need no
-    gradient; an update that has no others keeps them, so that momentum and weight decay go on.
+    gradient; an update that has no others keeps them, so that momentum and weight decay go on. With `routing_shape`
+    (layers with experts, experts a token, experts of a layer) packs carry the engine's experts.
 
     Raises:
         ValueError: fewer samples than optimizer steps, or a sample longer than `pack_max_length`.
@@ -224,6 +253,6 @@ def pack_samples(
             while (bins := balance(units, per_rank * ranks, room)) is None:
                 per_rank += 1
             for rank, packs in enumerate(out):
-                made = [make_pack(pack, share_prompts, pad_multiple) for pack in bins[rank::ranks]]
+                made = [make_pack(pack, share_prompts, pad_multiple, routing_shape) for pack in bins[rank::ranks]]
                 packs[-1] += [replace(pack, needs_gradient=needs_gradient) for pack in made]
     return out

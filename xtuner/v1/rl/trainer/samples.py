@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from xtuner.v1.data_proto import RolloutState
@@ -28,6 +29,8 @@ class TrainingSample:
     prompt_len: int
     """P; rows [0, P) may be shared with siblings that have the same prompt."""
     temperature: float = 1.0
+    routed_experts: np.ndarray | None = None
+    """int16 [P + R - 1, L, K], the engine's experts for each of `input_ids`; it may end earlier. None: not known."""
 
     @property
     def num_trained(self) -> int:
@@ -66,7 +69,20 @@ def make_sample(state: RolloutState, advantage: float) -> TrainingSample:
         rollout_logprobs=None if logprobs is None else [0.0] * pad + logprobs,
         prompt_len=len(prompt),
         temperature=state.sample_params.temperature,
+        routed_experts=_experts(state, len(prompt) + length - 1),
     )
+
+
+def _experts(state: RolloutState, rows: int) -> np.ndarray | None:
+    experts = state.routed_experts
+    if experts is None:
+        return None
+    if experts.ndim != 3 or len(experts) > rows:
+        raise ValueError(
+            f"rollout {state.rollout_id}: routed_experts of shape {experts.shape}; [tokens, layers, top_k] is wanted, "
+            f"with at most {rows} tokens: the last one of the response has not been through the model."
+        )
+    return experts
 
 
 @dataclass(slots=True)
@@ -80,13 +96,17 @@ class SampleReport:
 
 
 def build_samples(
-    groups: list[list[RolloutState]], estimator: AdvantageEstimator, pack_max_length: int
+    groups: list[list[RolloutState]],
+    estimator: AdvantageEstimator,
+    pack_max_length: int,
+    keep_routed_experts: bool = False,
 ) -> SampleReport:
     """Advantages within each group over its trainable members, then one sample a member.
 
     A member that is not COMPLETED, has no token, or could not be judged takes no part in the statistics. A group
     with one member left has advantage 0. A sample longer than a pack is left out of training (and counted), but
-    its reward stays in its group's statistics. `state.advantage` is set for every trainable member.
+    its reward stays in its group's statistics. `state.advantage` is set for every trainable member. The engine's
+    experts move from the states to the samples, unless they are to be kept.
     """
     samples: list[TrainingSample] = []
     dropped: dict[str, int] = {}
@@ -112,6 +132,8 @@ def build_samples(
             cut += state.finish_reason == "length"
             weighted += advantage * len(state.response_ids)
             sample = make_sample(state, advantage)
+            if not keep_routed_experts:
+                state.routed_experts = None
             if len(sample.input_ids) > pack_max_length:
                 dropped["longer_than_pack"] = dropped.get("longer_than_pack", 0) + 1
             elif sample.num_trained == 0:

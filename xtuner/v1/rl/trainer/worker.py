@@ -2,7 +2,7 @@
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -157,7 +157,12 @@ class TrainingWorker:
         them. All ranks hold equally many packs a slice, and the `ranks_per_pack` neighbours of a pack the same ones.
         """
         with self._profiled(train_step):
-            return self._fit([[pack.to(self.device) for pack in packs] for packs in slices])
+            return self._fit([[self._to_device(pack) for pack in packs] for packs in slices])
+
+    def _to_device(self, pack: PackedBatch) -> PackedBatch:
+        if self.config.offload_rollout_routed_experts:  # each forward fetches them
+            return replace(replace(pack, routed_experts=None).to(self.device), routed_experts=pack.routed_experts)
+        return pack.to(self.device)
 
     def _fit(self, slices: list[list[PackedBatch]]) -> FitResult:
         start = time.perf_counter()
@@ -276,12 +281,16 @@ class TrainingWorker:
     def _reference_logprobs(self, packs: list[PackedBatch]) -> dict[int, Tensor]:
         if not self.config.loss_cfg.use_kl_loss:
             return {}
+        # The reference's own choice of experts is part of what it is.
+        own = not self.config.replay_routing_in_reference
+        given = [replace(pack, routed_experts=None) if own else pack for pack in packs]
         if self.reference is None:
-            return {id(pack): self.engine.base_logprobs(pack) for pack in packs}
-        self.reference.onload(optimizer=False)
-        out = {id(pack): self.reference.logprobs(pack) for pack in packs}
-        self.reference.offload()
-        return out
+            found = [self.engine.base_logprobs(pack) for pack in given]
+        else:
+            self.reference.onload(optimizer=False)
+            found = [self.reference.logprobs(pack) for pack in given]
+            self.reference.offload()
+        return {id(pack): logprobs for pack, logprobs in zip(packs, found, strict=True)}
 
     def _mismatch(self, packs: list[PackedBatch], seen: dict[int, Tensor]) -> dict[str, float]:
         """How far the engine's log-probs are from the trainer's, and sampled-token entropy on both sides."""

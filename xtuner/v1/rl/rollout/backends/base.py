@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
 
 LogprobStage = Literal["sampled", "raw"]
@@ -36,6 +38,9 @@ class GenerateOutput:
     """`sampled`: after temperature and truncation; `raw`: softmax of the logits (greedy requests)."""
     error: str | None = None
     """Why, when finish_reason is `error`."""
+    routed_experts: np.ndarray | None = None
+    """int16 [P + R - 1, L, K], on request: experts of each token of prompt and response but the last, in each of the L
+    layers that have some."""
 
 
 class RolloutEngine(Protocol):
