@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from xtuner.v1.ops.attention import AttentionContext
+from xtuner.v1.ops.exact import exact_head_logits
 from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
 from xtuner.v1.ops.norm import add_rms_norm
 from xtuner.v1.ops.qkv import split_qkv
@@ -129,6 +130,8 @@ class DecoderModel(nn.Module):
         self.row_orders: dict[str, RowOrder] = {}
         # Whether the last layer goes on with the trained rows alone: other rows may differ in number between ranks.
         self.drops_rows = True
+        # Whether a row's result depends on nothing but the row; `make_exact` sets it.
+        self.exact = False
         # Parameters that are float32 on any device and in any file.
         self.float32_names: frozenset[str] = frozenset()
 
@@ -175,7 +178,8 @@ class DecoderModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
-        return head_logits(hidden, self.head_weight())
+        product = exact_head_logits if self.exact else head_logits
+        return product(hidden, self.head_weight())
 
     def forward(
         self,
@@ -207,7 +211,9 @@ class DecoderModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The end of `forward`: from hidden states [N, H] to log-probs of their labels."""
         weight = self.head_weight()
-        return linear_logprob(hidden.to(weight.dtype), weight, labels, inv_temperature, chunk_size, with_entropy)
+        return linear_logprob(
+            hidden.to(weight.dtype), weight, labels, inv_temperature, chunk_size, with_entropy, self.exact
+        )
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile every layer's forward, for any number of rows; before checkpointing and FSDP wrap it.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xtuner.v1.config import LoRAConfig
 from xtuner.v1.config.lora import ALL_LINEAR
+from xtuner.v1.ops.exact import exact_linear
 from xtuner.v1.ops.lora_linear import lora_linear, lora_parts, merge_lora
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class LoRALinear(nn.Module):
         self.parts, self.rank, self.scaling, self.dropout = parts, cfg.rank, cfg.scaling, cfg.dropout
         self.bounds = [row for rows in parts.values() for row in rows]
         self.enabled = True
+        self.exact = False
         rows = sum(end - start for start, end in parts.values())
         like = {"dtype": torch.float32, "device": self.weight.device}
         self.lora_a = nn.Parameter(torch.empty(len(parts) * cfg.rank, linear.in_features, **like))
@@ -39,10 +41,10 @@ class LoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
         if not self.enabled:
-            return F.linear(x, self.weight, self.bias)
+            return exact_linear(x, self.weight, self.bias) if self.exact else F.linear(x, self.weight, self.bias)
         if self.dropout and torch.is_grad_enabled():
             return self._with_dropout(x)
-        return lora_linear(x, self.weight, self.bias, self.lora_a, self.lora_b, self.scaling, self.bounds)
+        return lora_linear(x, self.weight, self.bias, self.lora_a, self.lora_b, self.scaling, self.bounds, self.exact)
 
     def _with_dropout(self, x: Tensor) -> Tensor:
         """Fused parts see the same mask. There is no merged weight that would give this."""

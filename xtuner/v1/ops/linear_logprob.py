@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .cpu import takes_cpu_kernels
+from .exact import exact_head_logits, exact_row_statistics
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -20,6 +21,7 @@ def linear_logprob(
     inv_temperature: Tensor,
     chunk_size: int,
     with_entropy: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(inv_temperature * hidden @ weight.T)[label] of each row, and on wish the entropy.
 
@@ -27,25 +29,27 @@ def linear_logprob(
     [N] and float32 [N] or None, both differentiable in hidden and weight. At most `chunk_size` rows of logits
     exist at a time, in the backward too, where those of several chunks are computed again. N = 0 gives empty
     results that still carry a (zero) gradient, so that every rank takes part in the collectives of a backward.
+    exact: a row's results depend on no other row; see `exact`.
     """
     # The kernels walk plain memory; an expanded temperature or gradient has none of its own.
     labels, inv_temperature = labels.contiguous(), inv_temperature.contiguous()
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: at least one row of logits must be computed at a time.")
-    logprobs, entropy = _LinearLogprob.apply(hidden, weight, labels, inv_temperature, chunk_size, with_entropy)
+    logprobs, entropy = _LinearLogprob.apply(hidden, weight, labels, inv_temperature, chunk_size, with_entropy, exact)
     return logprobs, entropy if with_entropy else None
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, inv_temperature, chunk_size, with_entropy):
+    def forward(ctx, hidden, weight, labels, inv_temperature, chunk_size, with_entropy, exact):
         n = labels.numel()
         logprobs, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(2))
         entropy = torch.empty(n if with_entropy else 0, dtype=torch.float32, device=hidden.device)
-        row_statistics, _ = _kernels(inv_temperature)
+        row_statistics = exact_row_statistics if exact else _kernels(inv_temperature)[0]
+        product = exact_head_logits if exact else head_logits
         logits = None
         for rows in _chunks(n, chunk_size):
-            logits = head_logits(hidden[rows], weight)
+            logits = product(hidden[rows], weight)
             logprobs[rows], lse[rows], entropy_rows = row_statistics(
                 logits, labels[rows], inv_temperature[rows], with_entropy
             )
@@ -79,7 +83,7 @@ class _LinearLogprob(torch.autograd.Function):
                 _addmm32_(grad_weight, grad.t(), hidden[rows])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _kernels(inv_temperature: Tensor) -> tuple[Callable, Callable]:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .exact import exact_linear
+
 
 class _Part(NamedTuple):
     """What belongs to one adapter: columns of the layer's output, rows of `lora_a` and rows of `lora_b`."""
@@ -57,17 +59,19 @@ def lora_linear(
     lora_b: Tensor,
     scaling: float,
     bounds: list[int],
+    exact: bool = False,
 ) -> Tensor:
     """x (weight + scaling * B A)^T + bias, differentiable in x, lora_a and lora_b.
 
     x [T, I] and weight [O, I] of one type, lora_a float32 [P * r, I] and lora_b float32 [rows, r] of P adapters;
-    `bounds` as in `lora_parts`. Returns [T, O].
+    `bounds` as in `lora_parts`. exact: by `exact_linear`. Returns [T, O].
     """
-    return F.linear(x, merge_lora(weight, lora_a, lora_b, scaling, bounds, weight.dtype), bias)
+    merged = merge_lora(weight, lora_a, lora_b, scaling, bounds, weight.dtype)
+    return exact_linear(x, merged, bias) if exact else F.linear(x, merged, bias)
 
 
 @lora_linear.register_fake
-def _(x, weight, bias, lora_a, lora_b, scaling, bounds):
+def _(x, weight, bias, lora_a, lora_b, scaling, bounds, exact=False):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -102,14 +106,14 @@ def _(grad, x, weight, lora_a, lora_b, scaling, bounds, need_x):
 
 
 def _save(ctx, inputs, output):
-    x, weight, _, lora_a, lora_b, ctx.scaling, ctx.bounds = inputs
+    x, weight, _, lora_a, lora_b, ctx.scaling, ctx.bounds, _ = inputs
     ctx.save_for_backward(x, weight, lora_a, lora_b)
 
 
 def _backward(ctx, grad):
     need_x = ctx.needs_input_grad[0]
     grads = lora_linear_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.bounds, need_x)
-    return grads[0] if need_x else None, None, None, grads[1], grads[2], None, None
+    return grads[0] if need_x else None, None, None, grads[1], grads[2], None, None, None
 
 
 lora_linear.register_autograd(_backward, setup_context=_save)

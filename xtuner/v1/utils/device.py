@@ -87,6 +87,8 @@ def set_deterministic(on: bool) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # Our kernels write all that they allocate: filling it first would cost a kernel each and find nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
 
 
