@@ -9,6 +9,7 @@ from torch import Tensor
 
 from xtuner.v1.data_proto import PackedBatch, SegmentLayout
 from xtuner.v1.ops.attention import AttentionContext, PackedAttention
+from xtuner.v1.ops.exact import exact_packed_attention
 
 from .mesh import ParallelMesh
 from .router_loss import row_counts
@@ -51,9 +52,9 @@ class PackShare:
             self._places = torch.empty_like(owner)
             self._places[by_owner] = owner[by_owner] * self._most + within
 
-    def attention(self, device: torch.device) -> AttentionContext:
+    def attention(self, device: torch.device, exact: bool = False) -> AttentionContext:
         """The context of all T rows."""
-        whole = PackedAttention(self._pack.layout, device)
+        whole = (exact_packed_attention if exact else PackedAttention)(self._pack.layout, device)
         if self._mesh.sp_group is None:
             return whole
         return UlyssesAttention(whole, self._mesh.sp_group)

@@ -42,7 +42,8 @@ def shard_model(model: DecoderModel, cfg: FSDPConfig, mesh: ParallelMesh, device
     if mesh.tp is not None:
         cut_layers(model, mesh.tp)
     experts = [] if mesh.expert is None else cut_experts(model, mesh.expert[mesh.expert.mesh_dim_names[1]])
-    compiled = cfg.torch_compile and device.type == "cuda"
+    # Exact layers are made of kernels that the rollout engine runs too.
+    compiled = cfg.torch_compile and device.type == "cuda" and not model.exact
     if compiled:
         model.compile_layers()
     recompute_layers(model.layers, cfg, compiled)

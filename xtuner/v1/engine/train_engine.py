@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from xtuner.v1.config import FSDPConfig, LoRAConfig, LRConfig, OptimConfig
 from xtuner.v1.data_proto import PackedBatch, WeightBucket
 from xtuner.v1.model import TransformerConfig
+from xtuner.v1.model.exact import check_exact_device, make_exact
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
 from xtuner.v1.model.lora import adapted_targets, adapters_off, add_adapters, init_adapters
 from xtuner.v1.model.moe_config import check_experts
@@ -45,7 +46,8 @@ class TrainEngine:
     """One rank's part of the model in training.
 
     Master weights are float32 and sharded; compute runs in `fsdp_cfg.param_dtype`. With `optim_cfg=None` the
-    model is frozen (reference model). With `lora_cfg` it is frozen but for its adapters, which `seed` fills.
+    model is frozen (reference model). With `lora_cfg` it is frozen but for its adapters, which `seed` fills. `exact`:
+    a token's log-prob has the same bits in any pack, the rollout engine's if that is exact too; nothing is compiled.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class TrainEngine:
         chunk_size: int | None = 1024,
         sp_size: int = 1,
         mesh: ParallelMesh | None = None,
+        exact: bool = False,
     ):
         self.model_cfg, self.optim_cfg, self.lora_cfg, self.device = model_cfg, optim_cfg, lora_cfg, device
         self.lr_cfg = lr_cfg or LRConfig()
@@ -79,6 +82,9 @@ class TrainEngine:
             freeze(self.model, fsdp_cfg, device)
         if lora_cfg is not None:
             add_adapters(self.model, lora_cfg)
+        if exact:
+            check_exact_device(device)
+            make_exact(self.model)
         shard_model(self.model, fsdp_cfg, self.mesh, device)
         home = torch.device("cpu") if self.cpu_offload else device
         self.model.to_empty(device=home)
@@ -105,8 +111,8 @@ class TrainEngine:
         share = PackShare(batch, self.mesh)
         chunk = self.chunk_size or max(1, share.labels.numel())
         logprobs, entropy = self.model(
-            share.input_ids, share.position_ids, share.attention(self.device), share.target_rows, share.labels,
-            share.inv_temperature, chunk, with_entropy, **self._router_inputs(share),
+            share.input_ids, share.position_ids, share.attention(self.device, self.model.exact), share.target_rows,
+            share.labels, share.inv_temperature, chunk, with_entropy, **self._router_inputs(share),
         )  # fmt: skip
         if not torch.is_grad_enabled():
             self._reshard()
