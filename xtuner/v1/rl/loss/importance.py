@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xtuner.v1.config import XTunerConfig
 
-from .metrics import Metrics, max_of, mean_of, min_of, moments_of, sum_by_sample
+from .metrics import Metrics, max_of, mean_of, min_of, moments_of, sum_by_sample, sum_of
 
 _LOG_RATIO_BOUND = 20.0
 """Ratios are formed from log-ratios clamped to ± this, so that they stay finite."""
@@ -125,7 +125,8 @@ def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, sample_inde
     """How far the engine's log-probs [N] are from the trainer's before the update, old_logprobs [N].
 
     Over tokens: `mismatch_kl` = mean(rollout - old), an estimate of KL(engine, trainer), `mismatch_k3_kl` =
-    mean(e^δ - δ - 1) with δ = old - rollout, clamped to ±20 in the exponent, `mismatch_logprob_abs_diff`.
+    mean(e^δ - δ - 1) with δ = old - rollout, clamped to ±20 in the exponent, `mismatch_logprob_abs_diff`, `..._max` and
+    `mismatch_differing_tokens`, how many are not equal to the bit.
 
     Over sequences, of perplexities exp(-mean log-prob of the sequence):
     `mismatch_{training,rollout}_{ppl,log_ppl}`, `mismatch_log_ppl_diff` = training - rollout and its
@@ -140,6 +141,8 @@ def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, sample_inde
         "mismatch_kl": mean_of(-delta),
         "mismatch_k3_kl": mean_of(_ratio_excess(delta) - delta),
         "mismatch_logprob_abs_diff": mean_of(delta.abs()),
+        "mismatch_logprob_abs_diff_max": max_of(delta.abs()),
+        "mismatch_differing_tokens": sum_of(delta != 0),
         "mismatch_training_ppl": mean_of(train_log_ppl.exp()),
         "mismatch_training_log_ppl": mean_of(train_log_ppl),
         "mismatch_rollout_ppl": mean_of(rollout_log_ppl.exp()),

@@ -38,6 +38,7 @@ from xtuner.v1.utils.device import (
 )
 
 from .config import WorkerConfig
+from .gap import refuse_gap
 
 
 @dataclass(slots=True)
@@ -70,10 +71,13 @@ class TrainingWorker:
         total_optimizer_steps: int,
         seed: int,
         deterministic: bool = False,
+        equal_logprobs: bool = False,
     ):
+        """deterministic: the same bits in every run, and the forward exact. equal_logprobs: those of the engine must be
+        the trainer's to the bit, else a step raises RuntimeError."""
         self.config, self.rank, self.world_size = config, rank, world_size
         self.accelerator, self.total_optimizer_steps = accelerator, total_optimizer_steps
-        self.seed, self.deterministic = seed, deterministic
+        self.seed, self.deterministic, self.equal_logprobs = seed, deterministic, equal_logprobs
         self.consecutive_skips = self.total_skips = 0
         self.programs: int | None = None
         """Compiled programs after the first train step."""
@@ -103,6 +107,7 @@ class TrainingWorker:
             total_optimizer_steps=self.total_optimizer_steps,
             chunk_size=cfg.loss_cfg.logprob_chunk_size,
             sp_size=cfg.sp_size,
+            exact=self.deterministic,
         )
         self.engine.load_hf(cfg.load_from)
         if cfg.lora_cfg is not None and self.rank == 0:
@@ -178,6 +183,8 @@ class TrainingWorker:
             metrics = self._update(part, old, references, seen, result)
             result.optimizer_steps.append(metrics)
         result.metrics |= self._mismatch(packs, seen)
+        if self.equal_logprobs:
+            refuse_gap(packs, [seen[id(pack)] for pack in packs])
         if self.engine.mesh.pack_rank == 0:
             for pack in packs:
                 _by_rollout(pack, seen[id(pack)], result.train_logprobs)
