@@ -1,0 +1,42 @@
+"""Where the engine's log-probs differ from the trainer's although both are exact."""
+
+import torch
+from torch import Tensor
+
+from xtuner.v1.data_proto import PackedBatch
+
+
+def describe_gap(packs: list[PackedBatch], logprobs: list[Tensor]) -> str | None:
+    """The first trained token whose log-prob (float32 [N] a pack) is not the engine's, and how many there are; None
+    if all are equal to the bit."""
+    first, differing, tokens, largest = "", 0, 0, 0.0
+    for pack, ours in zip(packs, logprobs, strict=True):
+        theirs = pack.rollout_logprobs
+        if theirs is None:
+            continue
+        where = (theirs != ours).nonzero().flatten()
+        tokens += ours.numel()
+        if not where.numel():
+            continue
+        differing += where.numel()
+        largest = max(largest, float((theirs - ours)[where].abs().max()))
+        if not first:
+            at = int(where[0])
+            sample = int(pack.sample_index[at])
+            place = at - int((pack.sample_index == sample).nonzero()[0])
+            first = (
+                f"rollout {pack.rollout_ids[sample]}, trained token {place} (id {int(pack.labels[at])}): "
+                f"{float(theirs[at])!r} by the engine, {float(ours[at])!r} by the trainer"
+            )
+    return f"{first}; {differing} of {tokens} tokens differ, by up to {largest:.3g}" if first else None
+
+
+def refuse_gap(packs: list[PackedBatch], logprobs: list[Tensor]) -> None:
+    """Raise RuntimeError if a log-prob is not the engine's."""
+    gap = describe_gap(packs, [values.to(torch.float32) for values in logprobs])
+    if gap is not None:
+        raise RuntimeError(
+            f"deterministic=True, but log-probs of engine and trainer are not the same: {gap}. The engine sampled from "
+            "other weights or with other kernels than those that are trained; the run stops, as nothing that it says of "
+            "exactness would hold. deterministic=False goes on and shows the gap in mismatch/*."
+        )
