@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
@@ -16,6 +15,7 @@ from xtuner.v1.utils import get_logger
 
 from .checkpoints import STATE_FILE
 from .debug_replay import replay_problem
+from .exact import changes_of_distribution, check_exact
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -29,7 +29,7 @@ is the run's to choose."""
 
 def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     """Problems that would stop the run, each with field, value and the way out. Doubts are logged as warnings."""
-    problems = _check_folders(cfg) + _check_workers(cfg)
+    problems = _check_folders(cfg) + _check_workers(cfg) + check_exact(cfg)
     if cfg.debug_train:  # neither data nor engine is used
         problem = replay_problem(Path(cfg.debug_rollout_dir or ""), cfg.total_train_steps)
         return problems + ([problem] if problem else [])
@@ -247,7 +247,7 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskS
             f"{where}: sampler_config.prompt_repeat_k={repeat}, but a group needs at least "
             f"{estimator.min_group_size} responses: {type(estimator).__name__} compares a response with its siblings."
         )
-    if changes := _changes_of_distribution(params):
+    if changes := changes_of_distribution(params):
         get_logger().warning(
             f"{where}: sample_params {changes} change the sampled distribution; the trainer's log-probs are of the "
             "model's own. The gap shows in mismatch/*."
@@ -260,11 +260,3 @@ def _longest_prompt(task: TaskSpecConfig) -> int:
     limits = [item["tokenize_fn"].max_length for item in task.sampler_config.dataloader_cfg.dataset_config_list or []]
     return max((limit for limit in limits if limit), default=0) if all(limits) else 0
 
-
-def _changes_of_distribution(params: SampleParams) -> str:
-    plain = SampleParams(max_tokens=params.max_tokens)
-    names = ("top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-    changed = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(plain, name)}
-    if params.top_k not in (0, -1):
-        changed["top_k"] = params.top_k
-    return ", ".join(f"{name}={value}" for name, value in changed.items())

@@ -18,6 +18,7 @@ from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_gar
 from .checkpoints import expect_files, read_state, saving, write_state
 from .checks import epoch_steps
 from .debug_replay import replay_steps, rollout_only, train_only
+from .exact import gap_excuse, is_exact
 from .experiment import Experiment
 from .progress import Progress, StepTimer
 from .run_log import MetricWriter, clean, write_trajectories
@@ -276,7 +277,7 @@ class RLColocateTrainer:
         cfg = self.cfg
         # The trainer pushes weights before the first request; without a trainer the engine reads the initial ones.
         changes = {"model_path": cfg.load_from, "skip_load_weights": False} if cfg.debug_rollout else {}
-        engine = cfg.rollout_config.model_copy(update={"skip_load_weights": True} | changes)
+        engine = cfg.rollout_config.model_copy(update={"skip_load_weights": True, "deterministic": is_exact(cfg)} | changes)
         self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, cfg.resources.device)
         self.replay_buffer = cfg.replay_buffer_config.build()
         self.manager = cfg.agent_loop_manager_cfg.build(
@@ -334,10 +335,14 @@ class RLColocateTrainer:
             }
         )  # fmt: skip
         self.export_dtype = checkpoint_dtype(cfg.load_from)
+        exact, excuse = is_exact(cfg), gap_excuse(cfg)
+        if exact and excuse:
+            logger.warning(f"exact mode: log-probs of engine and trainer are not compared to the bit, as {excuse}.")
         self.workers = [
             self.launcher.spawn_on(
                 rank, f"train_{rank}", TrainingWorker, worker, rank=rank, world_size=self.world_size,
-                accelerator=cfg.resources.accelerator, seed=worker.seed, deterministic=cfg.deterministic,
+                accelerator=cfg.resources.accelerator, seed=worker.seed, deterministic=cfg.deterministic, exact=exact,
+                equal_logprobs=exact and excuse is None,
                 total_optimizer_steps=self.total_steps * worker.optimizer_steps,
             )
             for rank in range(self.world_size)

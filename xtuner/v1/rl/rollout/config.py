@@ -134,6 +134,9 @@ class RolloutConfig(XTunerConfig):
     """Router groups of a MoE model."""
     fp32_lm_head: bool = False
     """Head in float32."""
+    deterministic: bool = False
+    """Exact mode (native engine): the log-prob of a token has the same bits in any batch, and is the trainer's. The
+    trainer sets it to its own `deterministic`."""
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts."""
     worker_log_dir: Path | None = None

@@ -71,13 +71,15 @@ class TrainingWorker:
         total_optimizer_steps: int,
         seed: int,
         deterministic: bool = False,
+        exact: bool = False,
         equal_logprobs: bool = False,
     ):
-        """deterministic: the same bits in every run, and the forward exact. equal_logprobs: those of the engine must be
-        the trainer's to the bit, else a step raises RuntimeError."""
+        """deterministic: the same bits in every run. exact: a token's log-prob has the same bits in any pack.
+        equal_logprobs: those of the engine must be the trainer's to the bit, else a step raises RuntimeError."""
         self.config, self.rank, self.world_size = config, rank, world_size
         self.accelerator, self.total_optimizer_steps = accelerator, total_optimizer_steps
-        self.seed, self.deterministic, self.equal_logprobs = seed, deterministic, equal_logprobs
+        self.seed, self.deterministic = seed, deterministic
+        self.exact, self.equal_logprobs = exact, equal_logprobs
         self.consecutive_skips = self.total_skips = 0
         self.programs: int | None = None
         """Compiled programs after the first train step."""
@@ -107,7 +109,7 @@ class TrainingWorker:
             total_optimizer_steps=self.total_optimizer_steps,
             chunk_size=cfg.loss_cfg.logprob_chunk_size,
             sp_size=cfg.sp_size,
-            exact=self.deterministic,
+            exact=self.exact,
         )
         self.engine.load_hf(cfg.load_from)
         if cfg.lora_cfg is not None and self.rank == 0:
