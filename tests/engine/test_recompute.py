@@ -8,6 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from xtuner.v1.data_proto import SegmentLayout
+from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.recompute import recomputable, selective
 
 from . import test_expert_parallel as experts
@@ -110,6 +112,30 @@ def test_mixtures_of_experts_too(model):
     assert plain["norms"] == remade["norms"]
     for name, grad in plain["gradients"][0].items():
         assert torch.equal(remade["gradients"][0][name], grad), name
+
+
+def test_latent_attention_keeps_results_of_products_and_of_attention_alone():
+    """Queries, keys and values, which are wider than what they are made of together, are made again."""
+    config, rows = experts.MODELS["deepseek_v3"], 256
+    model = config.build("cpu")
+    model.init_weights(0, std=0.1)
+    block, context = model.layers[0].self_attn, PackedAttention(SegmentLayout([rows], [-1]), "cpu")
+    x, table = torch.randn(rows, 32, requires_grad=True), model.rotary(torch.arange(rows))
+    weights = {StorageWeakRef(p.untyped_storage()) for p in block.parameters()}
+    kept = {}
+    for name, forward in (("none", block.forward), ("selective", selective(block.forward))):
+        with Allocations() as memory:
+            out = forward(x, table, context)
+            memory.seen = {place: size for place, size in memory.seen.items() if place not in weights}
+            kept[name] = memory.alive()
+            out.sum().backward()
+    a, heads = config.attention, 4
+    key = a.qk_nope_head_dim + a.qk_rope_head_dim
+    products = a.q_lora_rank + heads * key + a.kv_lora_rank + a.qk_rope_head_dim
+    products += heads * (a.qk_nope_head_dim + a.v_head_dim) + 32
+    attention = heads * (a.v_head_dim + 2)  # a peak and a sum of each row's softmax
+    assert kept["selective"] == 4 * rows * (products + attention)
+    assert kept["none"] > kept["selective"]
 
 
 @recomputable

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from xtuner.v1.ops.attention import AttentionContext
-from xtuner.v1.ops.rotary import RotaryTable, apply_rotary, apply_rotary_interleaved
+from xtuner.v1.ops.latent_heads import latent_heads
+from xtuner.v1.ops.rotary import RotaryTable
 
 from .config import MLAConfig, TransformerConfig
 from .layers import RMSNorm, linear
@@ -43,15 +44,10 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
         """x [T, H] -> [T, H]."""
         a, rows = self.config, x.shape[0]
-        rotate = apply_rotary_interleaved if a.rope_interleave else apply_rotary
         q = self.q_proj(x) if a.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q_nope, q_rope = q.view(rows, a.num_attention_heads, -1).split((a.qk_nope_head_dim, a.qk_rope_head_dim), -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((a.kv_lora_rank, a.qk_rope_head_dim), -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(rows, a.num_attention_heads, -1)
-        k_nope, v = kv.split((a.qk_nope_head_dim, a.v_head_dim), -1)
-        k_rope = rotate(k_rope.unsqueeze(1), rotary).expand(-1, a.num_attention_heads, -1)
-        q = torch.cat((q_nope, rotate(q_rope, rotary)), -1)
-        k = torch.cat((k_nope, k_rope), -1)
+        q, k, v = latent_heads(q.view(rows, a.num_attention_heads, -1), kv, k_rope, rotary, a.rope_interleave)
         return self.o_proj(self.attend(q, k, v, attention).flatten(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:

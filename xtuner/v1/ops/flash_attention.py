@@ -9,6 +9,7 @@ from torch import Tensor
 from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .gather import RowIndex, gather_rows
+from .recompute import recomputable
 
 
 class FlashAttention:
@@ -55,7 +56,7 @@ class FlashAttention:
         if q_dim != v_dim or q_dim % 8:
             # The kernels know one size of head, a multiple of 8.
             dim = -(-max(q_dim, v_dim) // 8) * 8
-            q, k, v = (F.pad(t, (0, dim - t.shape[-1])) for t in (q, k, v))
+            q, k, v = (_widened(t, dim) if t.shape[-1] < dim else t for t in (q, k, v))
             return self.attend(q, k, v, scale, window, sinks)[..., :v_dim]
         keys, cross = self._own, self._cross
         if window is not None and window >= self._longest:
@@ -78,6 +79,12 @@ class FlashAttention:
             index = RowIndex.build(rows, self._starts[-1]).to(self._device)
             self._in_reach[window] = index, _Ranges([len(part) for part in parts], self._device)
         return self._in_reach[window]
+
+
+@recomputable
+def _widened(heads: Tensor, dim: int) -> Tensor:
+    """Zeros behind each head."""
+    return F.pad(heads, (0, dim - heads.shape[-1]))
 
 
 class _Ranges:
