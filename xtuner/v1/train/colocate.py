@@ -277,7 +277,8 @@ class RLColocateTrainer:
         cfg = self.cfg
         # The trainer pushes weights before the first request; without a trainer the engine reads the initial ones.
         changes = {"model_path": cfg.load_from, "skip_load_weights": False} if cfg.debug_rollout else {}
-        engine = cfg.rollout_config.model_copy(update={"skip_load_weights": True, "deterministic": is_exact(cfg)} | changes)
+        changes = {"skip_load_weights": True, "deterministic": is_exact(cfg)} | changes
+        engine = cfg.rollout_config.model_copy(update=changes)
         self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, cfg.resources.device)
         self.replay_buffer = cfg.replay_buffer_config.build()
         self.manager = cfg.agent_loop_manager_cfg.build(

@@ -116,9 +116,9 @@ class RLColocateTrainerConfig(XTunerConfig):
     seed: int = 42
     """Of everything random in the run."""
     deterministic: bool = False
-    """Same configuration, same bits; and with the native engine a forward in which every token's log-prob has the same
-    bits in engine and trainer, in any batch and pack. Slower; dense models on one rank a pack, on a GPU a Hopper. A step
-    whose log-probs differ stops the run."""
+    """Same configuration, same bits; and with the native engine exact mode: every token's log-prob has the same bits in
+    engine and trainer, in any batch and pack, and a step where one differs stops the run. Slower; docs/rollout.md says
+    for which models and devices."""
     debug_rollout: bool = False
     """Only rollouts, by the initial weights: each step's groups go to `debug_rollout_<step>.jsonl`."""
     debug_train: bool = False

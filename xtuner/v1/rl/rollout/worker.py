@@ -49,6 +49,7 @@ class RolloutWorker:
             gpu_memory_utilization=config.gpu_memory_utilization,
             cpu_cache_bytes=config.cpu_cache_bytes,
             load_weights=not config.skip_load_weights,
+            deterministic=config.deterministic,
         )
 
     @property

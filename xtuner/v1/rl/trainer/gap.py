@@ -36,7 +36,7 @@ def refuse_gap(packs: list[PackedBatch], logprobs: list[Tensor]) -> None:
     gap = describe_gap(packs, [values.to(torch.float32) for values in logprobs])
     if gap is not None:
         raise RuntimeError(
-            f"deterministic=True, but log-probs of engine and trainer are not the same: {gap}. The engine computed with "
-            "other weights or kernels than the trainer, or an agent loop changed ids or sampling parameters. "
+            f"deterministic=True, but log-probs of engine and trainer are not the same: {gap}. The engine computed "
+            "with other weights or kernels than the trainer, or an agent loop changed ids or sampling parameters. "
             "deterministic=False goes on and shows the gap in mismatch/*."
         )

@@ -11,6 +11,7 @@ import torch
 from xtuner.v1.data_proto import FinishReason, WeightBucket
 from xtuner.v1.model.config import TransformerConfig
 from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.model.exact import check_exact_device, exact_problems, make_exact
 from xtuner.v1.model.hf import load_hf_model
 from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.ops.cpu import cpu_kernels_available
@@ -49,13 +50,15 @@ class NativeEngine:
         load_weights: bool = True,
         max_prefill_rows: int = 8192,
         cpu_kernels: bool = True,
+        deterministic: bool = False,
     ) -> None:
         """Nothing is read or allocated before `start`.
 
         dtype None: bfloat16 on CUDA, float32 elsewhere. context_length None: the model's. The cache takes
         what `gpu_memory_utilization` of the card's memory leaves, on other devices at most `cpu_cache_bytes`.
         load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a forward.
-        cpu_kernels False: torch's operations also where kernels of our own are faster.
+        cpu_kernels False: torch's operations also where kernels of our own are faster. deterministic: exact mode, see
+        docs/rollout.md.
         """
         if max_batch_size < 1 or max_prefill_rows < 1:
             raise ValueError(
@@ -69,7 +72,7 @@ class NativeEngine:
         self._max_batch_size, self._context_length = max_batch_size, context_length
         self._gpu_memory_utilization, self._cpu_cache_bytes = gpu_memory_utilization, cpu_cache_bytes
         self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
-        self._cpu_kernels = cpu_kernels
+        self._cpu_kernels, self._deterministic = cpu_kernels, deterministic
         self._scheduler = Scheduler(max_batch_size)
         self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -94,6 +97,8 @@ class NativeEngine:
             raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
         on_cuda = self.device.type == "cuda"
         self._model = self._build_model(config).requires_grad_(False).eval()
+        if self._deterministic:
+            self._make_exact()
         self._runner = self._build_runner(context)
         self._cache = self._runner.cache
         self._weights = StableWeights(self._model, self.device) if on_cuda else PlainWeights(self._model)
@@ -110,6 +115,12 @@ class NativeEngine:
         """Without content; on CUDA without memory too."""
         return config.build("meta" if self.device.type == "cuda" else self.device, self.dtype)
 
+    def _make_exact(self) -> None:
+        if problems := exact_problems(self._model.config, self.device.type, self.dtype):
+            raise ValueError(f"deterministic=True: {'; '.join(problems)}; set deterministic=False.")
+        check_exact_device(self.device)
+        make_exact(self._model)
+
     def _build_runner(self, context: int) -> Runner:
         model, config, slots = self._model, self._model.config, self._max_batch_size
         plain_products = self.device.type == "cpu" and self.dtype == torch.float32 and self.num_ranks == 1
@@ -120,7 +131,7 @@ class NativeEngine:
                 runner = KernelRunner(model, slots, context)
                 runner.compile()
                 return runner
-        if plain_products:
+        if plain_products and not model.exact:
             lay_out_by_input(model)
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
