@@ -200,6 +200,23 @@ def test_a_rate_knows_where_the_columns_are_the_outputs():
     torch.testing.assert_close(moved["spectral_norm"], moved["none"] * (32 / 12) ** 0.5, rtol=1e-4, atol=1e-6)
 
 
+def test_gates_and_ups_are_matrices_of_their_own_where_their_columns_alternate():
+    model = experts.MODELS["gpt_oss"].build("cpu")
+    model.init_weights(3)
+    weight = model.layers[0].mlp.experts.gate_up_proj.weight
+    before = weight.detach().clone()
+    cfg = MuonConfig(lr=1e-2, weight_decay=0, adjust_lr="spectral_norm")
+    train(model, build_optimizer(model, cfg, CPU), steps=1)
+    moved = (before - weight.detach()).view(8, 32, 12, 2)
+    directions = weight.grad.view(8, 32, 12, 2)
+    for expert in range(8):
+        for part in range(2):
+            expected = orthogonalize(directions[expert, ..., part]).float() * 1e-2 * (12 / 32) ** 0.5
+            assert (moved[expert, ..., part] - expected).norm() < 0.01 * expected.norm()
+    together = orthogonalize(weight.grad.view(8, 32, 24)).view(8, 32, 12, 2).float() * 1e-2 * (12 / 32) ** 0.5
+    assert (moved - together).norm() > 0.1 * moved.norm()
+
+
 @pytest.mark.parametrize("shape", [(5, 12), (12, 5), (8, 8)])
 def test_matrices_in_a_batch_are_made_orthogonal_one_by_one(shape):
     batch = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))

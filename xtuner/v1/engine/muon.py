@@ -40,8 +40,9 @@ class MuonRule:
         self._matrices: dict[nn.Parameter, _Matrices] = {}
         for name, param in model.named_parameters():
             heights = [height for _, height in sorted(rows.get(name, {0: len(param)}).items())]
-            transposed = getattr(model.get_submodule(name.rpartition(".")[0]), "transposed", False)
-            self._matrices[param] = _Matrices(param, heights, model.row_orders.get(name), transposed)
+            module = model.get_submodule(name.rpartition(".")[0])
+            transposed, woven = getattr(module, "transposed", False), getattr(module, "woven", 1)
+            self._matrices[param] = _Matrices(param, heights, model.row_orders.get(name), transposed, woven)
 
     def update(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         """One step, in place. All ranks come with the same parameters in the same order."""
@@ -89,11 +90,13 @@ RATIOS: dict[str, Callable[[int, int], float]] = {
 class _Matrices:
     """The matrices, one below the other, of a parameter [rows, width], and which rank holds which part of it.
 
-    Each is [out, in], or [in, out] if they are `transposed`.
+    Each is [out, in], or [in, out] if they are `transposed`; `woven` of them share their rows, a column in turn.
     """
 
-    def __init__(self, param: nn.Parameter, heights: list[int], order: RowOrder | None, transposed: bool) -> None:
-        self.param, self.heights, self.order, self.transposed = param, heights, order, transposed
+    def __init__(
+        self, param: nn.Parameter, heights: list[int], order: RowOrder | None, transposed: bool, woven: int
+    ) -> None:
+        self.param, self.heights, self.order, self.transposed, self.woven = param, heights, order, transposed, woven
 
     @cached_property
     def group(self) -> dist.ProcessGroup | None:
@@ -154,8 +157,12 @@ class _Matrices:
         for height, same in groupby(self.heights):
             count = len(list(same))
             stack = whole[start : start + count * height]
-            stack = stack if count == 1 else stack.view(count, height, -1)
-            out.append(orthogonalize(stack, steps).reshape(count * height, -1))
+            if count * self.woven > 1:
+                stack = stack.view(count, height, -1, self.woven).movedim(3, 1).flatten(0, 1)
+            orthogonal = orthogonalize(stack, steps)
+            if self.woven > 1:
+                orthogonal = orthogonal.unflatten(0, (count, self.woven)).movedim(1, 3)
+            out.append(orthogonal.reshape(count * height, -1))
             start += count * height
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -170,7 +177,7 @@ class _Matrices:
 
     def _spans(self, ratio: Callable[[int, int], float]) -> list[tuple[int, int, float]]:
         """Rows [start, end) whose matrices have the same ratio."""
-        width = self.param.shape[1]
+        width = self.param.shape[1] // self.woven
 
         def scale_of(height: int) -> float:
             return ratio(width, height) if self.transposed else ratio(height, width)

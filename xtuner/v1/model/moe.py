@@ -114,14 +114,16 @@ class StackedLinear(nn.Module):
     """A projection for each expert.
 
     The matrices lie one below the other, weight [E * out, in], so that one matrix of one expert is a range of rows
-    as in every other parameter; they are used as [E, out, in]. `transposed` ones are [E * in, out].
+    as in every other parameter; they are used as [E, out, in]. `transposed` ones are [E * in, out]. An expert's output
+    columns may be those of `woven` matrices in turn, which only an optimizer must know.
     """
 
     def __init__(
-        self, experts: int, fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype, transposed: bool = False
-    ) -> None:
+        self, experts: int, fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype, transposed: bool = False,
+        woven: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.fan_in, self.fan_out, self.transposed = fan_in, fan_out, transposed
+        self.fan_in, self.fan_out, self.transposed, self.woven = fan_in, fan_out, transposed, woven
         rows, columns = (fan_in, fan_out) if transposed else (fan_out, fan_in)
         self.weight = nn.Parameter(torch.empty(experts * rows, columns, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(experts * fan_out, dtype=dtype)) if bias else None
@@ -157,7 +159,8 @@ class Experts(nn.Module):
         """The ranks over which the experts are cut, in order; None: all are here."""
         self.activation = _activation(config)
         bias, stacked = config.expert_bias, config.experts_are_stacked
-        self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, bias, dtype, stacked)
+        woven = 2 if config.expert_act == "clamped_swiglu" else 1  # gates in the even columns, ups in the odd ones
+        self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, bias, dtype, stacked, woven)
         self.down_proj = StackedLinear(experts, inner, hidden, bias, dtype, stacked)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
