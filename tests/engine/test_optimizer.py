@@ -212,9 +212,10 @@ def test_gates_and_ups_are_matrices_of_their_own_where_their_columns_alternate()
     for expert in range(8):
         for part in range(2):
             expected = orthogonalize(directions[expert, ..., part]).float() * 1e-2 * (12 / 32) ** 0.5
-            assert (moved[expert, ..., part] - expected).norm() < 0.01 * expected.norm()
+            error = (moved[expert, ..., part] - expected).norm() / expected.norm()
+            assert error < 0.05, (expert, part)
     together = orthogonalize(weight.grad.view(8, 32, 24)).view(8, 32, 12, 2).float() * 1e-2 * (12 / 32) ** 0.5
-    assert (moved - together).norm() > 0.1 * moved.norm()
+    assert (moved - together).norm() > 0.2 * moved.norm()
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (12, 5), (8, 8)])
