@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -10,7 +11,16 @@ class WeightBucket:
     """Full tensors by Hugging Face name, gathered from all shards; never the whole model at once."""
 
     tensors: dict[str, Tensor]
+    dtype: torch.dtype | None = None
+    """The values count as rounded to this type; who takes them rounds them. None: as they are."""
+    checksums: Tensor | None = None
+    """int64 [n], `bit_sums` of the tensors in `dtype`, in their order; None: not wanted."""
+
+    def rounded(self) -> dict[str, Tensor]:
+        """The tensors in the type that they count in."""
+        return {name: t if self.dtype is None else t.to(self.dtype) for name, t in self.tensors.items()}
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        """Of the tensors in `dtype`."""
+        return sum(t.numel() * (self.dtype or t.dtype).itemsize for t in self.tensors.values())

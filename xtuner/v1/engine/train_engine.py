@@ -29,6 +29,7 @@ from .placement import local_part
 from .router_loss import RouterLoss, num_rows
 from .sequence_parallel import PackShare
 from .sharding import compute_dtype, freeze, shard_model
+from .weight_source import WeightSource
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class TrainEngine:
         init_adapters(self.model, seed)
         self.optimizer = build_optimizer(self.model, optim_cfg, home) if optim_cfg else None
         self.parking = Parking(self.model, self.optimizer, device)
+        self.source = WeightSource(self.model, device)
 
     def load_hf(self, path: str | Path) -> None:
         """Fill the weights from a Hugging Face folder, one tensor at a time."""
@@ -197,21 +199,17 @@ class TrainEngine:
 
     # ---------------------------------------------------------------- weights out
 
-    def weight_buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[WeightBucket]:
-        """All weights by Hugging Face name, full tensors in `dtype` (default: the type of compute).
+    def weight_buckets(
+        self, bucket_bytes: int, dtype: torch.dtype | None = None, cast: bool = True
+    ) -> Iterator[WeightBucket]:
+        """All weights by Hugging Face name, full tensors in `dtype` (default: the type of compute), in buckets of at
+        most `bucket_bytes`, or of one larger tensor. With `cast=False` a bucket may hold the parameters themselves and
+        say in `dtype` what to round them to.
 
-        Every rank must iterate to the end: gathering is collective. One bucket is alive at a time.
+        Every rank must iterate to the end: gathering is collective. Up to three buckets are alive at a time.
         """
         self.check_awake()
-        bucket, size = WeightBucket({}), 0
-        for name, tensor in export_hf_tensors(self.model, dtype or self.compute_dtype):
-            bucket.tensors[name] = tensor
-            size += tensor.nbytes
-            if size >= bucket_bytes:
-                yield bucket
-                bucket, size = WeightBucket({}), 0
-        if bucket.tensors:
-            yield bucket
+        return self.source.buckets(bucket_bytes, dtype or self.compute_dtype, cast)
 
     def save_hf(self, out_dir: Path, source_dir: str | Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face folder; rank 0 writes, all ranks gather. With adapters: the merged model, if

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import parse_dtype
 from xtuner.v1.utils import get_logger
@@ -200,6 +201,18 @@ def export_hf_tensors(model: DecoderModel, dtype: torch.dtype) -> Iterator[tuple
             place = model.hf_params[name]
             rows = full[place.start : place.end]
             yield name, rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
+
+
+def weight_views(model: DecoderModel) -> dict[str, Tensor]:
+    """Every weight by its Hugging Face name, as a view of what this rank holds of the parameter; for models that are not
+    cut over ranks."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    whole = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in params.items()}
+    views = {}
+    for name, place in model.hf_params.items():
+        rows = whole[place.param][place.start : place.end]
+        views[name] = rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
+    return views
 
 
 def _hf_shape(place: ParamSlice, param: Tensor) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *args: Any) -> None:
+def driver_call(name: str, *args: Any) -> None:
+    """Call a function of the CUDA driver; MemoryError with its text if it fails."""
     code = getattr(_driver(), name)(*args)
     if code != 0:
         text = ctypes.c_char_p()
@@ -55,11 +56,11 @@ class StableMemory:
         self._location = _Location(_ON_DEVICE, self._device.index)
         self._prop = _AllocationProp(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), _MINIMUM)
+        driver_call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), _MINIMUM)
         self._granularity = granularity.value
         self.reserved = self._round_up(reserved_bytes)
         self._address = ctypes.c_uint64()
-        _call(
+        driver_call(
             "cuMemAddressReserve", ctypes.byref(self._address), ctypes.c_size_t(self.reserved), ctypes.c_size_t(0),
             ctypes.c_uint64(0), ctypes.c_uint64(0),
         )  # fmt: skip
@@ -74,18 +75,22 @@ class StableMemory:
         if not 0 < size <= self.reserved:
             raise ValueError(f"{num_bytes} bytes do not fit the {self.reserved} that were reserved.")
         handle = ctypes.c_uint64()
-        _call(
+        driver_call(
             "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._prop), ctypes.c_uint64(0)
         )  # fmt: skip
         try:
-            _call("cuMemMap", self._address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+            driver_call(
+                "cuMemMap", self._address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
+            )
             self.mapped = size
             self._finalizer = weakref.finalize(self, _unmap, self._address, size)
             access = _Access(self._location, _READ_WRITE)
-            _call("cuMemSetAccess", self._address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+            driver_call(
+                "cuMemSetAccess", self._address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
+            )
         finally:
-            _call("cuMemRelease", handle)  # the mapping keeps the memory alive
-        return torch.as_tensor(_Span(self._address.value, num_bytes), device=self._device)
+            driver_call("cuMemRelease", handle)  # the mapping keeps the memory alive
+        return torch.as_tensor(Span(self._address.value, num_bytes), device=self._device)
 
     def unmap(self) -> None:
         """Give the memory back. Tensors of it must not be used until the next `map`."""
@@ -99,10 +104,10 @@ class StableMemory:
 
 
 def _unmap(address: ctypes.c_uint64, size: int) -> None:
-    _call("cuMemUnmap", address, ctypes.c_size_t(size))
+    driver_call("cuMemUnmap", address, ctypes.c_size_t(size))
 
 
-class _Span:
+class Span:
     """Bytes at an address, in the form that torch takes in without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:

@@ -1,5 +1,23 @@
-"""How new weights reach the engines."""
+"""How new weights reach the engines, and how it is known that they did."""
 
+from .buckets import exhaust, with_checksums
+from .delivery import IncomingWeights, receive_weights, send_weights
+from .disk import read_weights, write_weights
 from .in_process import push_in_process
+from .inventory import DeliveryError, Inventory, WeightUpdateError
+from .line import Line
 
-__all__ = ["push_in_process"]
+__all__ = [
+    "DeliveryError",
+    "IncomingWeights",
+    "Inventory",
+    "Line",
+    "WeightUpdateError",
+    "exhaust",
+    "push_in_process",
+    "read_weights",
+    "receive_weights",
+    "send_weights",
+    "with_checksums",
+    "write_weights",
+]

@@ -1,16 +1,30 @@
 """Trainer and engine in one process: tensors are handed over, nothing is serialised."""
 
+from collections.abc import Iterator
+
 import torch
 
+from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.engine import TrainEngine
 from xtuner.v1.rl.utils import peer
 
+from .buckets import exhaust, with_checksums
 
-async def push_in_process(engine: TrainEngine, target: str, version: int, bucket_bytes: int) -> None:
+
+async def push_in_process(
+    engine: TrainEngine, target: str, version: int, bucket_bytes: int, checksum: bool = False
+) -> None:
     """Copy all weights into the rollout worker named `target` of this process.
 
     Every rank calls it, since gathering the shards is collective. The worker takes `version` only when every
-    parameter has come exactly once; otherwise it raises and cannot serve.
+    parameter has come exactly once, and with `checksum` when its bits are the trainer's; otherwise it raises and cannot
+    serve. Parameters that lie whole on this rank are read where they are, in one pass that also rounds them.
     """
     with torch.no_grad():
-        await peer(target).update_weights(engine.weight_buckets(bucket_bytes), version)
+        buckets: Iterator[WeightBucket] = iter(engine.weight_buckets(bucket_bytes, cast=False))
+        if checksum:
+            buckets = with_checksums(buckets)
+        try:
+            await peer(target).update_weights(buckets, version)
+        finally:
+            exhaust(buckets)

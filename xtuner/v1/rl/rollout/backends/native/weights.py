@@ -3,15 +3,12 @@
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.model.hf import load_hf_tensor
-
-
-class WeightUpdateError(RuntimeError):
-    """An update did not bring every weight exactly once. The model holds a mixture and must not serve."""
+from xtuner.v1.model.hf import weight_views
+from xtuner.v1.rl.weight_update.inventory import DeliveryError, Inventory, WeightUpdateError, some
 
 
 def lay_out_by_input(model: nn.Module) -> None:
@@ -42,31 +39,43 @@ class PlainWeights:
             param.data = torch.empty_strided(*self._layout[name], dtype=param.dtype, device=param.device)
 
 
+class WeightReceiver:
+    """Copies updates into a model's parameters, which stay where they are."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._model = model
+        self._targets: dict[str, Tensor] | None = None
+
+    def forget(self) -> None:
+        """To be said when parameters are in other memory from now on."""
+        self._targets = None
+
+    @torch.no_grad()
+    def take(self, buckets: Iterable[WeightBucket]) -> None:
+        """Copy a full set of weights. Returns when all of it is launched; raises WeightUpdateError if it is not one."""
+        if self._targets is None:
+            self._targets = weight_views(self._model)
+        inventory = Inventory(self._targets)
+        try:
+            for bucket in buckets:
+                _copy(inventory.take(bucket), bucket.dtype)
+        except DeliveryError as error:
+            missing = inventory.missing
+            raise WeightUpdateError(f"{error} {len(missing)} weights are missing: {some(missing)}.") from error
+        inventory.check()
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
+    """target = source, rounded to `dtype` if that is not what the target has anyway."""
+    if not pairs:
+        return
+    targets, sources = zip(*pairs, strict=True)
+    sources = tuple(
+        s if dtype in (None, s.dtype, t.dtype) else s.to(dtype) for t, s in zip(targets, sources, strict=True)
+    )
+    torch._foreach_copy_(targets, sources)
+
+
 def replace_weights(model: DecoderModel, buckets: Iterable[WeightBucket]) -> None:
-    """Copy a full set of weights into the model's memory. Raises WeightUpdateError if it is not one."""
-    seen: set[str] = set()
-    double: list[str] = []
-    unknown: list[str] = []
-    for bucket in buckets:
-        for name, tensor in bucket.tensors.items():
-            if name in seen:
-                double.append(name)
-            seen.add(name)
-            try:
-                load_hf_tensor(model, name, tensor)
-            except KeyError:
-                unknown.append(name)
-            except ValueError as error:
-                raise WeightUpdateError(f"the weights do not fit the engine's model: {error}") from error
-    problems = {
-        "missing": sorted(set(model.hf_params) - seen),
-        "sent twice": double,
-        "unknown": unknown,
-    }
-    if any(problems.values()):
-        text = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names)
-        raise WeightUpdateError(f"the engine did not get every weight exactly once. {text}")
-
-
-def _some(names: list[str], show: int = 5) -> str:
-    return ", ".join(names[:show]) + (", …" if len(names) > show else "")
+    """Copy a full set of weights into the model's parameters, once."""
+    WeightReceiver(model).take(buckets)

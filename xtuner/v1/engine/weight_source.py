@@ -1,0 +1,82 @@
+"""A training engine's weights on their way out."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from xtuner.v1.data_proto import WeightBucket
+from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.model.hf import export_hf_tensors, weight_views
+from xtuner.v1.model.lora import adapted_layers
+
+from .host_memory import Lane, mark, wait
+
+
+class WeightSource:
+    """Buckets of a model's weights, by Hugging Face name.
+
+    Weights that are cut over ranks, or merged with adapters, are gathered bucket by bucket, on a GPU one bucket ahead
+    of the one in use. If all of them lie whole on this rank's device, they can be lent as they lie instead.
+    """
+
+    def __init__(self, model: DecoderModel, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._own: dict[str, Tensor] | None = None
+
+    def buckets(self, bucket_bytes: int, dtype: torch.dtype, cast: bool = True) -> Iterator[WeightBucket]:
+        """See `TrainEngine.weight_buckets`."""
+        if cast or not self._lies_whole():
+            yield from _ahead(_group(export_hf_tensors(self._model, dtype), None, bucket_bytes), self._device)
+            return
+        if self._own is None:
+            # The parameters' memory is exchanged when they are parked, but never they themselves.
+            self._own = weight_views(self._model)
+        exact = {name for name, place in self._model.hf_params.items() if place.param in self._model.float32_names}
+        yield from _group(((n, t) for n, t in self._own.items() if n not in exact), dtype, bucket_bytes)
+        yield from _group(((n, t) for n, t in self._own.items() if n in exact), None, bucket_bytes)
+
+    def _lies_whole(self) -> bool:
+        if next(adapted_layers(self._model), None) is not None:
+            return False
+        return all(
+            param.device.type == self._device.type and (not isinstance(param, DTensor) or param.device_mesh.size() == 1)
+            for param in self._model.parameters()
+        )
+
+
+def _group(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+) -> Iterator[WeightBucket]:
+    """Buckets of at most `bucket_bytes` in `dtype`, or of one tensor that is larger."""
+    bucket, size = WeightBucket({}, dtype), 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if bucket.tensors and size + num_bytes > bucket_bytes:
+            yield bucket
+            bucket, size = WeightBucket({}, dtype), 0
+        bucket.tensors[name] = tensor
+        size += num_bytes
+    if bucket.tensors:
+        yield bucket
+
+
+def _ahead(buckets: Iterator[WeightBucket], device: torch.device) -> Iterator[WeightBucket]:
+    """The same, on a GPU each gathered while the one before is in use."""
+    if device.type != "cuda":
+        yield from buckets
+        return
+    lane = Lane(device)
+
+    def fetch() -> tuple[WeightBucket | None, torch.cuda.Event | None]:
+        lane.wait(mark(device))  # it takes the memory of buckets that the computing stream may still read
+        with torch.cuda.stream(lane.stream):
+            return next(buckets, None), lane.mark()
+
+    bucket, arrived = fetch()
+    while bucket is not None:
+        following = fetch()
+        wait(device, arrived)
+        yield bucket
+        bucket, arrived = following

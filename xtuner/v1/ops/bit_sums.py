@@ -1,0 +1,43 @@
+"""Checksums of tensors that are quick to compute and see single bits, exchanged places and exchanged rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 20
+
+
+def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """int64 [n], of each of n tensors of one device: the sum of bits_i * (2 i + 1) modulo 2^64.
+
+    bits_i is the i-th element's pattern as an unsigned number, counted along rows whatever the strides are, after
+    rounding to `dtype` (None: as it is). The factor depends on the place, so values that change places change the sum.
+    """
+    if tensors and tensors[0].is_cuda and all(_has_kernel(t.dtype, dtype) for t in tensors):
+        from .bit_sums_kernel import bit_sums as kernel
+
+        return kernel(tensors, dtype)
+    return torch.stack([reference_bit_sum(t, dtype) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+
+
+def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The same of one tensor by torch's operations, int64 []."""
+    dtype = dtype or tensor.dtype
+    mask = (1 << 8 * dtype.itemsize) - 1
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for part in tensor.detach().reshape(-1).split(_CHUNK):
+        bits = part.to(dtype).view(_INTEGERS[dtype.itemsize]).to(torch.int64)
+        if dtype.itemsize < 8:
+            bits &= mask
+        places = torch.arange(start, start + len(part), device=tensor.device)
+        total += bits.mul_(places.mul_(2).add_(1)).sum()
+        start += len(part)
+    return total
+
+
+def _has_kernel(stored: torch.dtype, counted: torch.dtype | None) -> bool:
+    known = (torch.bfloat16, torch.float16, torch.float32)
+    return stored in known and (counted is None or counted in known)

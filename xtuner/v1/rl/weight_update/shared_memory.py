@@ -1,0 +1,124 @@
+"""Memory that two processes of a host see: of the host, or of one CUDA device."""
+
+import mmap
+import os
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from xtuner.v1.utils.cuda_ipc import OpenedHandle, export_memory
+
+from .inventory import DeliveryError
+
+
+class Shared(Protocol):
+    """Bytes of this process that another one can open."""
+
+    memory: Tensor
+    """uint8."""
+
+    @property
+    def files(self) -> list[int]:
+        """File descriptors that go with the description."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the other process needs to know."""
+        ...
+
+    def flush(self) -> None:
+        """Return when what was written is there for the other process."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. The other process may have it open still."""
+        ...
+
+
+class HostShared:
+    """Host memory without a name: it is gone with the last process that has it open, however that ends."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file = os.memfd_create("weights", os.MFD_CLOEXEC)
+        try:
+            # Taken now: what cannot be had is an error here and not a signal when it is written.
+            os.posix_fallocate(self._file, 0, num_bytes)
+        except OSError as error:
+            os.close(self._file)
+            raise DeliveryError(
+                f"{num_bytes:,} bytes of host memory for a bucket cannot be had ({error.strerror}). Lower "
+                "train_worker_cfg.update_weight_bucket_size_in_gb."
+            ) from None
+        self.memory = _map(self._file, num_bytes)
+
+    @property
+    def files(self) -> list[int]:
+        return [self._file]
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "host", "num_bytes": self.memory.numel()}
+
+    def flush(self) -> None:
+        """Nothing is written behind the processor's back."""
+
+    def close(self) -> None:
+        os.close(self._file)
+        del self.memory
+
+
+class CudaShared:
+    """Memory of torch's allocator on one device."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._handle, self._offset = export_memory(self.memory)
+
+    @property
+    def files(self) -> list[int]:
+        return []
+
+    def describe(self) -> dict[str, Any]:
+        where = {"handle": self._handle.hex(), "offset": self._offset}
+        return {"kind": "cuda", "num_bytes": self.memory.numel()} | where
+
+    def flush(self) -> None:
+        torch.cuda.current_stream(self.memory.device).synchronize()
+
+    def close(self) -> None:
+        del self.memory
+
+
+class Openings:
+    """What this process has opened of another's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handles: dict[str, OpenedHandle] = {}
+
+    def open(self, description: dict[str, Any], files: list[int]) -> Tensor:
+        """The bytes, uint8; valid until `close`."""
+        kind, num_bytes = description["kind"], int(description["num_bytes"])
+        try:
+            if kind == "host":
+                (file,) = files
+                return _map(file, num_bytes)
+        finally:
+            for file in files:  # what is mapped stays
+                os.close(file)
+        if kind != "cuda" or self._device.type != "cuda":
+            raise DeliveryError(f"memory of kind {kind!r} cannot be opened on {self._device}.")
+        handle, offset = description["handle"], int(description["offset"])
+        if handle not in self._handles:
+            self._handles[handle] = OpenedHandle(bytes.fromhex(handle), self._device)
+        return self._handles[handle].view(offset, num_bytes)
+
+    def close(self) -> None:
+        """Let go of the other's memory; its tensors must not be used any more."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+
+def _map(file: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
