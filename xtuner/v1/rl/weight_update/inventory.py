@@ -96,9 +96,13 @@ class Inventory:
     def _with_other_bits(self) -> list[str]:
         found = []
         for names, dtype, wanted in self._checksums:
-            here = bit_sums([self._targets[name] for name in names], dtype)
+            here = bit_sums(self._values(names), dtype)
             found.append((names, here != wanted.to(here.device)))
         return [name for names, differ in found for name, other in zip(names, differ.tolist(), strict=True) if other]
+
+    def _values(self, names: list[str]) -> list[Tensor]:
+        """What the engine has now."""
+        return [self._targets[name] for name in names]
 
 
 def _check_type(name: str, sent: torch.dtype, wanted: torch.dtype) -> None:

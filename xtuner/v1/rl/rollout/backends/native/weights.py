@@ -53,27 +53,30 @@ class WeightReceiver:
     @torch.no_grad()
     def take(self, buckets: Iterable[WeightBucket]) -> None:
         """Copy a full set of weights. Returns when all of it is launched; raises WeightUpdateError if it is not one."""
-        if self._targets is None:
-            self._targets = weight_views(self._model)
-        inventory = Inventory(self._targets)
+        inventory = self._expected()
         try:
             for bucket in buckets:
-                _copy(inventory.take(bucket), bucket.dtype)
+                self._copy(inventory.take(bucket), bucket)
         except DeliveryError as error:
             missing = inventory.missing
             raise WeightUpdateError(f"{error} {len(missing)} weights are missing: {some(missing)}.") from error
         inventory.check()
 
+    def _expected(self) -> Inventory:
+        if self._targets is None:
+            self._targets = weight_views(self._model)
+        return Inventory(self._targets)
 
-def _copy(pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
-    """target = source, rounded to `dtype` if that is not what the target has anyway."""
-    if not pairs:
-        return
-    targets, sources = zip(*pairs, strict=True)
-    sources = tuple(
-        s if dtype in (None, s.dtype, t.dtype) else s.to(dtype) for t, s in zip(targets, sources, strict=True)
-    )
-    torch._foreach_copy_(targets, sources)
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]], bucket: WeightBucket) -> None:
+        """target = source"""
+        if pairs:
+            targets, _ = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, [rounded(source, bucket.dtype, target.dtype) for target, source in pairs])
+
+
+def rounded(source: Tensor, dtype: torch.dtype | None, target_dtype: torch.dtype) -> Tensor:
+    """`source` rounded to a bucket's `dtype`, if that is not what the copy to `target_dtype` does anyway."""
+    return source if dtype in (None, source.dtype, target_dtype) else source.to(dtype)
 
 
 def replace_weights(model: DecoderModel, buckets: Iterable[WeightBucket]) -> None:
