@@ -70,10 +70,12 @@ def exact_packed_attention(layout: SegmentLayout, device: torch.device) -> "Atte
 
 
 def exact_paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float,
-    shared: "SharedPages | None" = None,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, splits: int = 1,
+    window: int | None = None, sinks: Tensor | None = None, shared: "SharedPages | None" = None,
 ) -> Tensor:  # fmt: skip
-    """`paged_attention.paged_attention`: what `exact_packed_attention` gives for the last token of each sequence."""
+    """`paged_attention.paged_attention`: what `exact_packed_attention` gives for the last token of each sequence. No
+    `splits` cut the keys."""
+    _refuse(window, sinks)
     if q.is_cuda:
         from . import exact_attention
 
@@ -83,8 +85,12 @@ def exact_paged_attention(
     return cpu_exact.exact_paged_attention(q, keys, values, tables, lengths, scale, shared)
 
 
-def exact_attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: "PagedRows", scale: float) -> Tensor:
+def exact_attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, rows: "PagedRows", scale: float, window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`paged_attention.attend_rows`: what `exact_packed_attention` gives for the same tokens."""
+    _refuse(window, sinks)
     if q.is_cuda:
         from . import exact_attention
 
@@ -92,3 +98,8 @@ def exact_attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: "PagedRows"
     from . import cpu_exact
 
     return cpu_exact.exact_attend_rows(q, keys, values, rows, scale)
+
+
+def _refuse(window: int | None, sinks: Tensor | None) -> None:
+    if window is not None or sinks is not None:
+        raise NotImplementedError("exact attention knows no window and no sinks.")
