@@ -59,7 +59,8 @@ class FSDPConfig(XTunerConfig):
     cpu_param_dtype: TorchDtype = torch.float32
     """Type of compute on a CPU, where bfloat16 is slower than float32 on most machines."""
     reduce_dtype: TorchDtype = torch.bfloat16
-    """Type in which gradients are summed over ranks on an accelerator."""
+    """Type in which gradients are summed over ranks on an accelerator. With `hsdp_sharding_size` the packs of a step
+    are summed in it too, before the replicas exchange their sums once: float32 for many packs a step."""
     cpu_reduce_dtype: TorchDtype = torch.float32
     """The same on a CPU."""
     fp32_lm_head: bool = False

@@ -72,6 +72,7 @@ class TrainEngine:
         self.total_optimizer_steps = total_optimizer_steps
         self.chunk_size = chunk_size
         self.optimizer_step = 0
+        self._complete = True
         self.compute_dtype = compute_dtype(fsdp_cfg, device)
         self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
         check_experts(model_cfg, fsdp_cfg)
@@ -163,8 +164,16 @@ class TrainEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of the sum of the losses of all packs. The ranks of a pack give the same loss."""
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        """Accumulate the gradient of the sum of the losses of all packs. The ranks of a pack give the same loss.
+
+        `last=False`, on all ranks alike: another one comes before `step`. Replicas of the model then exchange their
+        sums with the last one alone.
+        """
+        if self.mesh.sizes.replicate > 1:
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_all_reduce(last)
+        self._complete = last
         loss.backward()
 
     def step(self) -> StepResult:
@@ -174,6 +183,8 @@ class TrainEngine:
         weights, moments and the optimizer's step count stay; the schedule goes on.
         """
         assert self.optimizer is not None and self.optim_cfg is not None
+        if not self._complete:
+            raise RuntimeError("the last backward before step() was called with last=False.")
         cfg = self.optim_cfg
         self.parking.moments_ready()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
