@@ -68,9 +68,11 @@ def _packs() -> list[PackedBatch]:
     return packs
 
 
-def _gradients(device: str, packs: list[PackedBatch], **fsdp) -> dict[str, torch.Tensor]:
+def _gradients(
+    device: str, packs: list[PackedBatch], config: MoEModelConfig = CONFIG, **fsdp
+) -> dict[str, torch.Tensor]:
     engine = TrainEngine(
-        CONFIG, FSDPConfig(**({"reduce_dtype": "float32"} | fsdp)), device=torch.device(device),
+        config, FSDPConfig(**({"reduce_dtype": "float32"} | fsdp)), device=torch.device(device),
         optim_cfg=AdamWConfig(lr=1e-3), lr_cfg=LRConfig(warmup_ratio=0),
     )  # fmt: skip
     engine.model.init_weights(0, std=0.1)
@@ -97,6 +99,18 @@ def one_process():
 def test_gradients_of_a_step_equal_the_cpus(one_process, compiled, recompute) -> None:
     expected = _gradients("cpu", _packs(), recompute_ratio=0.0)
     for name, grad in _gradients("cuda", _packs(), torch_compile=compiled, recompute=recompute).items():
+        assert _error(grad, expected[name]) < 0.05, name
+
+
+@pytest.mark.parametrize("options", [{"torch_compile": False}, {}, {"recompute": "selective", "torch_compile": False}])
+def test_given_experts_are_used(one_process, options) -> None:
+    """Two of four experts: the own choice would differ between precisions."""
+    config, packs = CONFIG.model_copy(update={"num_experts_per_tok": 2}), _packs()
+    for pack in packs:
+        order = torch.rand(len(pack.input_ids), 2, 4, generator=torch.Generator().manual_seed(1)).argsort(-1)
+        pack.routed_experts = order[..., :2].to(torch.int16)
+    expected = _gradients("cpu", packs, config, recompute_ratio=0.0)
+    for name, grad in _gradients("cuda", packs, config, **options).items():
         assert _error(grad, expected[name]) < 0.05, name
 
 

@@ -46,10 +46,10 @@ def update(layout: tuple[dict[str, Any], int], case: str) -> dict[str, Any]:
     samples = make_samples(40)
     total = sum(s.num_trained for s in samples)
     packs = packs_of(samples, ranks=dist.get_world_size() // per_pack, length=200, share=True)
-    for pack in packs[dist.get_rank() // per_pack][0]:
-        pack = pack.to(device)
+    own = [pack.to(device) for pack in packs[dist.get_rank() // per_pack][0]]
+    for pack in own:
         logprobs, _ = engine.forward(pack)
-        engine.backward(-(pack.advantages * logprobs).sum() / total)
+        engine.backward(-(pack.advantages * logprobs).sum() / total, last=pack is own[-1])
     norm = engine.step().grad_norm
     engine.offload()
     engine.onload()
