@@ -44,6 +44,9 @@ class WorkerConfig(XTunerConfig):
     """Set by the trainer."""
     update_weight_bucket_size_in_gb: float = Field(0.5, gt=0)
     """Weights travel to the engine in buckets of this size (GiB)."""
+    update_weight_checksum: bool = False
+    """After every update, compare a checksum of each weight's bits in the engine with the trainer's. Types of compute
+    and rollout must be the same."""
     seed: int | None = None
     """None: the trainer's."""
     share_prompts: bool = True

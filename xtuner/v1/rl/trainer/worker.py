@@ -335,7 +335,8 @@ class TrainingWorker:
 
     async def push_weights(self, target: str, version: int) -> None:
         """Give the rollout worker `target` of this process the current weights."""
-        await push_in_process(self.engine, target, version, self.config.bucket_bytes())
+        cfg = self.config
+        await push_in_process(self.engine, target, version, cfg.bucket_bytes(), cfg.update_weight_checksum)
 
     def offload(self) -> None:
         self.engine.offload()
