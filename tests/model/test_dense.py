@@ -195,3 +195,15 @@ def test_compiled_layers_are_one_program_for_all_layers_and_packs() -> None:
     assert 1 <= programs <= 4 and counters["stats"]["unique_graphs"] == programs
     for ours, theirs in zip(compiled, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inference_gives_the_bits_of_hidden_states(tmp_path, family: str, dtype: torch.dtype) -> None:
+    write_hf(tmp_path, family)
+    model = load(tmp_path).to(dtype)
+    ids, positions = torch.tensor(random_ids(0, 30)), torch.arange(30)
+    with torch.no_grad():
+        attention = PackedAttention(SegmentLayout([30], [-1]), "cpu")
+        expected = model.hidden_states(ids, positions, attention)
+        assert torch.equal(model.infer(ids, positions, attention), expected)

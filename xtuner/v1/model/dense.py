@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.exact import exact_head_logits
 from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
-from xtuner.v1.ops.norm import add_rms_norm
 from xtuner.v1.ops.qkv import split_qkv
 from xtuner.v1.ops.rotary import RotaryTable, rotary_table
 from xtuner.v1.ops.swiglu import swiglu
@@ -103,9 +102,15 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(self.input_layernorm(hidden), rotary, attention)
         if rows is not None:
             attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
-        norm = self.post_attention_layernorm
-        hidden, normed = add_rms_norm(attended, hidden, norm.weight, norm.eps)
+        hidden, normed = self.post_attention_layernorm.after_sum(attended, hidden)
         return hidden + self.mlp(normed)
+
+    def infer(
+        self, hidden: Tensor, normed: Tensor, rotary: RotaryTable, attention: AttentionContext, following: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` for inference: takes the norm of its input too, and gives that of its result by what follows."""
+        hidden, normed = self.post_attention_layernorm.after_sum(self.self_attn(normed, rotary, attention), hidden)
+        return following.after_sum(self.mlp(normed), hidden)
 
 
 class DecoderModel(nn.Module):
@@ -166,6 +171,18 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, rotary, attention, rows if layer is last else None)
         return self.norm(hidden)
+
+    def infer(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """`hidden_states` of all rows, to the bit, with each sum of a residual inside the norm that follows.
+
+        What hangs on the layers' own forwards (FSDP, recomputation) is passed by: for a whole model on one device.
+        """
+        rotary, hidden = self.rotary(position_ids), self.embed_tokens(input_ids)
+        normed = self.layers[0].input_layernorm(hidden)
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, following in zip(self.layers, norms, strict=True):
+            hidden, normed = layer.infer(hidden, normed, rotary, attention, following)
+        return normed
 
     def rotary(self, position_ids: Tensor) -> RotaryTable:
         """Angles of positions int64 [T]."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from xtuner.v1.ops.norm import rms_norm
+from xtuner.v1.ops.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -16,6 +16,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + residual, and its norm."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 def linear(fan_in: int, fan_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:

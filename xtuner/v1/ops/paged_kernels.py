@@ -50,13 +50,15 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     shared: SharedPages | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of the last token of each sequence to all tokens of it that are in the pages, itself included.
 
     q [B, Hq, D]; keys and values [N, Hkv, PAGE, D or Dv]; tables int32 [B, P]; lengths int32 [B], 0: a row that
     nobody needs, whose result is 0. Returns [B, Hq, Dv]. `splits`: parts of the keys that go to programs of their
     own, for batches that do not fill the device. `window`: keys seen, the own one included. `sinks` [Hq]: a score
-    that takes weight and gives no value. `shared` does not change the result and does not go with a window.
+    that takes weight and gives no value. `shared` does not change the result and does not go with a window. `new`:
+    k [B, Hkv, D] and v [B, Hkv, Dv] of the last tokens, which go to their pages first.
     """
     batch, num_q, dim = q.shape
     num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
@@ -74,7 +76,9 @@ def paged_attention(
         "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
     q = q.contiguous()
+    k, v = new if new is not None else (q, q)
     strides = (tables.stride(0), keys.stride(0), values.stride(0))
+    new_strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     if shared is not None:
         members = shared.members.shape[1]
         _attend_shared[(shared.members.shape[0], num_kv)](
@@ -82,7 +86,8 @@ def paged_attention(
             MEMBERS=members, TILE=max(16, triton.next_power_of_2(group * members)), **common,
         )  # fmt: skip
     _attend[(batch, num_kv, splits)](
-        q, keys, values, tables, lengths, None if shared is None else shared.pages, parts, lse, sinks, scale, *strides,
+        q, k, v, keys, values, tables, lengths, None if shared is None else shared.pages, parts, lse, sinks, scale,
+        *strides, *new_strides, STORE=new is not None,
         TILE=max(16, triton.next_power_of_2(group)), FIRST=first, COUNT=count, SPLITS=splits, WINDOW=window or 0,
         SINKS=sinks is not None and count == 1, **common,
     )  # fmt: skip
@@ -114,8 +119,9 @@ def _store(
 
 @triton.jit
 def _attend(
-    q, keys, values, tables, lengths, shared_pages, out, lse, sinks, scale, table_stride, key_page, value_page,
-    NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    q, k, v, keys, values, tables, lengths, shared_pages, out, lse, sinks, scale, table_stride, key_page, value_page,
+    k_row, k_head, v_row, v_head,
+    STORE: tl.constexpr, NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     FIRST: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +142,16 @@ def _attend(
     column = tl.arange(0, BLOCK)
     column_v = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, PAGE)
+    if STORE:
+        # This program alone reads the place of the new row: nobody else has to see it before the kernel's end.
+        if (begin < pages) & (end == pages):
+            page = tl.load(tables + row * table_stride + pages - 1).to(tl.int64)
+            place = head * PAGE + (length - 1) % PAGE
+            value = tl.load(k + row * k_row + head * k_head + column, mask=column < D, other=0.0)
+            tl.store(keys + page * key_page + place * D + column, value, mask=column < D)
+            value = tl.load(v + row * v_row + head * v_head + column_v, mask=column_v < DV, other=0.0)
+            tl.store(values + page * value_page + place * DV + column_v, value, mask=column_v < DV)
+        tl.debug_barrier()
     query_row = row * NUM_Q + head * GROUP + member
     query = tl.load(
         q + query_row[:, None] * D + column[None, :],
