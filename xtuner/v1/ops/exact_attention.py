@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _ROWS = 128
 """Rows of a tile of queries; any number gives the same bits."""
+_FEW = 264
+"""Programs of the decode kernel that leave the device's memory idle unless each reads far ahead."""
 _LOG2E = math.log2(math.e)
 
 
@@ -88,7 +90,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, tiles: Tensor) -> tu
     kernels.packed_attention[(num_q, len(tiles))](
         q, k, v, out, lse, tiles, rows, q.stride(0), k.stride(0), v.stride(0), scale * _LOG2E,
         NUM_Q=num_q, GROUP=num_q // k.shape[1], D=dim, DV=dim_v, ROWS=_ROWS, TILE=kernels.TILE,
-        num_warps=8, num_stages=2, enable_fp_fusion=False,
+        num_warps=8, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse
 
@@ -122,7 +124,7 @@ def exact_paged_attention(
     strides = (tables.stride(0), keys.stride(0), values.stride(0))
     common = {
         "NUM_Q": num_q, "GROUP": group, "TILE": page, "D": dim, "DV": dim_v,
-        "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False,
+        "num_warps": 4, "num_stages": 3 if batch * num_kv > _FEW else 5, "enable_fp_fusion": False,
     }  # fmt: skip
     pages = lengths
     if shared is not None:
