@@ -13,6 +13,7 @@ installed, or fails, is a line on stderr and has no rows. Prints JSON rows.
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -93,12 +94,15 @@ def start_vllm(model: str, cases: list[Case], memory: float) -> Callable[[list[l
 
 def start_sglang(model: str, cases: list[Case], memory: float) -> Callable[[list[list[int]], int], int]:
     import sglang
+    from sglang.srt.server_args import ServerArgs
 
     batch = max(g * s for g, s, _, _ in cases)
+    fields = {field.name for field in dataclasses.fields(ServerArgs)}
+    graphs = next(name for name in ("cuda_graph_max_bs_decode", "cuda_graph_max_bs") if name in fields)
     engine = sglang.Engine(
         model_path=model, skip_tokenizer_init=True, attention_backend="triton", sampling_backend="pytorch",
         grammar_backend="none", mem_fraction_static=memory, context_length=max(p + n for _, _, p, n in cases) + 8,
-        max_running_requests=batch, cuda_graph_max_bs=batch, log_level="error",
+        max_running_requests=batch, log_level="error", **{graphs: batch},
     )  # fmt: skip
 
     def run(prompts: list[list[int]], new: int) -> int:
