@@ -108,6 +108,7 @@ def exact_paged_attention(
     lengths: Tensor,
     scale: float,
     shared: "SharedPages | None" = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`paged_attention.paged_attention`, with what `ExactPackedAttention` gives for the same tokens."""
     import triton
@@ -118,6 +119,7 @@ def exact_paged_attention(
     num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
     assert page == kernels.TILE
     q, group = q.contiguous(), num_q // num_kv
+    k, v = (q, q) if new is None else map(_heads_touch, new)
     out = q.new_empty(batch, num_q, dim_v)
     peaks, totals = (q.new_empty(batch if shared else 0, num_q, dtype=torch.float32) for _ in range(2))
     results = q.new_empty(batch if shared else 0, num_q, dim_v, dtype=torch.float32)
@@ -135,8 +137,9 @@ def exact_paged_attention(
             MEMBERS=members, ROWS=max(16, triton.next_power_of_2(group * members)), **common,
         )  # fmt: skip
     kernels.paged_attention[(batch, num_kv)](
-        q, keys, values, tables, lengths, pages, peaks, totals, results, out, scale * _LOG2E, *strides,
-        ROWS=max(16, triton.next_power_of_2(group)), SHARED=shared is not None, **common,
+        q, k, v, keys, values, tables, lengths, pages, peaks, totals, results, out, scale * _LOG2E, *strides,
+        k.stride(0), v.stride(0), STORE=new is not None, SHARED=shared is not None,
+        ROWS=max(16, triton.next_power_of_2(group)), **common,
     )  # fmt: skip
     return out
 
