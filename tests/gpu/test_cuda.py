@@ -148,7 +148,7 @@ def test_memory_options_change_no_update(tmp_path, option):
         config = grpo_step.build(Args, tmp_path / str(on))
         part = config.train_worker_cfg.optim_cfg if option == "swap_optimizer" else config.train_worker_cfg.fsdp_cfg
         setattr(part, option, on)
-        config.deterministic = True
+        config.deterministic = option != "fp32_lm_head"  # exact mode refuses it
         trainer = config.build()
         run_dir = trainer.run_dir
         trainer.fit()

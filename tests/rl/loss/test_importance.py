@@ -170,6 +170,8 @@ def test_mismatch_by_hand_is_per_sequence():
         "mismatch_kl": -delta.mean(),
         "mismatch_k3_kl": (RATIOS - 1 - delta).mean(),
         "mismatch_logprob_abs_diff": delta.abs().mean(),
+        "mismatch_logprob_abs_diff_max": delta.abs().max(),
+        "mismatch_differing_tokens": (delta != 0).sum(),
         "mismatch_training_ppl": train.exp().mean(),
         "mismatch_training_log_ppl": train.mean(),
         "mismatch_rollout_ppl": rollout.exp().mean(),
