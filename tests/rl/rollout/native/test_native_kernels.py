@@ -61,11 +61,11 @@ def _runner(model, prompts, threads=1, **params):
     """A runner with the prompts in its cache, and the scheduler of their sequences."""
     limits = RequestLimits(VOCAB, 256, [1], lambda ids: "")
     scheduler, runner = Scheduler(len(prompts)), KernelRunner(model, len(prompts), 256, threads)
-    runner.cache.set_budget(10**9)
+    runner.cache.set_budget(10**11)
     for i, ids in enumerate(prompts):
         scheduler.add(make_sequence(GenerateRequest(i, ids.tolist(), SampleParams(**params), i), limits))
-    admitted = scheduler.admit(lambda batch, longest: True, 10**6)
-    assert runner.cache.reserve(len(prompts), scheduler.max_length + 40, live=0)
+    assert runner.cache.reserve(len(prompts), max(map(len, prompts)) + 40, live=0)
+    admitted = scheduler.admit(runner.cache, 10**6)
     assert runner.prefill(scheduler, admitted, 0) == []
     return runner, scheduler
 

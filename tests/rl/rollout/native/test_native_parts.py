@@ -5,69 +5,22 @@ import pytest
 import torch
 
 from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
-from xtuner.v1.rl.rollout.backends.native.cache import KVCache
+from xtuner.v1.rl.rollout.backends.native.paged_cache import PAGE, PagedCache
 from xtuner.v1.rl.rollout.backends.native.requests import RequestLimits, make_sequence
 from xtuner.v1.rl.rollout.backends.native.scheduler import Scheduler
 from xtuner.v1.rl.rollout.backends.native.stop_strings import StopStrings
 
 
-def _cache(rows, max_slots=64, max_length=512):
-    cache = KVCache(2, 2, 4, 4, torch.float32, torch.device("cpu"), max_slots=max_slots, max_length=max_length)
-    cache.set_budget(rows * cache.row_bytes)
+def _cache(pages=1000, max_slots=64):
+    cache = PagedCache(1, 1, 2, 2, torch.float32, torch.device("cpu"), max_slots, max_length=512)
+    cache.set_budget(pages * PAGE * cache.row_bytes)
     return cache
 
 
-@torch.inference_mode()
-def _fill(cache, slots, length):
-    generator = torch.Generator().manual_seed(0)
-    content = torch.randn(2, 2, slots, length, 2, 4, generator=generator)
-    for layer in range(2):
-        k, v = content[layer].transpose(2, 3)
-        cache.fill(layer, 0, k[..., :-1, :], v[..., :-1, :])
-        last = torch.full((slots,), length - 1)
-        cache.append(layer, last, k[..., -1, :], v[..., -1, :])
-    return content
-
-
-def _content(cache, slots, length):
-    return torch.stack(
-        [torch.stack([t.transpose(1, 2) for t in cache.view(layer, slots, length)]) for layer in range(2)]
-    )
-
-
-def test_cache_keeps_its_content_as_it_grows_and_never_passes_its_budget():
-    cache = _cache(2000)
-    assert cache.reserve(4, 20, live=0)
-    content = _fill(cache, 4, 20)
-    for slots, length in ((4, 65), (10, 65), (10, 180), (4, 490)):
-        assert cache.reserve(slots, length, live=4)
-        assert cache.slots >= slots and cache.length >= length
-        assert cache.num_bytes <= 2000 * cache.row_bytes
-        assert torch.equal(_content(cache, 4, 20), content)
-    assert not cache.reserve(5, 500, live=4)
-    assert torch.equal(_content(cache, 4, 20), content)
-    assert cache.longest_sequence == 2000
-
-
-def test_steps_beyond_the_longest_sequence_do_not_move_the_storage():
-    cache = _cache(2000, max_length=100)
-    assert cache.grow(np.array([20, 100]))
-    before = [t.data_ptr() for t in cache.keys]
-    assert cache.grow(np.array([35, 115])) and cache.grow(np.array([36, 116]))
-    assert [t.data_ptr() for t in cache.keys] == before
-
-
-def test_cache_moves_whole_slots():
-    cache = _cache(2000)
-    cache.reserve(5, 16, live=0)
-    content = _fill(cache, 5, 16)
-    cache.move([4, 3], [0, 2], 16)
-    assert torch.equal(_content(cache, 3, 16), content[:, :, [4, 1, 3]])
-
-
 def _sequence(i, length, **params):
-    limits = RequestLimits(100, 1000, [1], lambda ids: "")
+    limits = RequestLimits(1000, 1000, [1], lambda ids: "")
     return make_sequence(GenerateRequest(i, list(range(10, 10 + length)), SampleParams(**params), i), limits)
 
 
@@ -77,16 +30,12 @@ def _record(scheduler, tokens, logprobs):
     return scheduler.record(np.arange(len(tokens)), *columns)
 
 
-def _always(batch, longest):
-    return True
-
-
 def test_finished_slots_are_filled_from_the_end_and_nobodys_tokens_are_mixed_up():
-    scheduler = Scheduler(8)
+    scheduler, cache = Scheduler(8), _cache()
     sequences = [_sequence(i, 3 + i, max_tokens=2 + i % 3) for i in range(6)]
     for s in sequences:
         scheduler.add(s)
-    scheduler.admit(_always, 1000)
+    scheduler.admit(cache, 1000)
     step = 0
     while scheduler.running:
         ids = np.array([s.request.request_id for s in scheduler.running])
@@ -96,7 +45,7 @@ def test_finished_slots_are_filled_from_the_end_and_nobodys_tokens_are_mixed_up(
             else (50 + 10 * (step - 1) + ids).tolist()
         )
         done = _record(scheduler, 50 + 10 * step + ids, -ids - step / 10)
-        scheduler.release([slot for slot, _ in done])
+        scheduler.release([slot for slot, _ in done], cache)
         step += 1
     for i, s in enumerate(sequences):
         steps = range(2 + i % 3)
@@ -104,44 +53,102 @@ def test_finished_slots_are_filled_from_the_end_and_nobodys_tokens_are_mixed_up(
         assert s.logprobs == pytest.approx([-i - k / 10 for k in steps])
 
 
-def test_admission_is_in_order_and_within_slots_rows_and_room():
-    scheduler = Scheduler(4)
-    for i, length in enumerate((5, 5, 6, 4, 4)):
+def _rows(prompts):
+    return [(p.ids.size, p.begin, p.end, len(p.members)) for p in prompts]
+
+
+def test_prompts_come_in_order_cut_at_the_rows_of_a_step_and_equal_ones_once():
+    scheduler, cache = Scheduler(6), _cache()
+    for i, length in enumerate((5, 5, 20, 4, 20, 20)):
         scheduler.add(_sequence(i, length))
-    assert [p.size for p in scheduler.admit(_always, 8)] == [5, 5], "equal prompts count once, 6 more do not fit"
-    assert scheduler.admit(lambda batch, longest: batch * longest <= 12, 1000) == []
-    assert [p.size for p in scheduler.admit(_always, 1000)] == [6, 4]
-    assert scheduler.admit(_always, 1000) == [], "no slot is free"
-    assert [s.request.request_id for s in scheduler.running] == [0, 1, 2, 3]
+    assert _rows(scheduler.admit(cache, 8)) == [(5, 0, 5, 2), (20, 0, 3, 1)]
+    assert [s.request.request_id for s in scheduler.running] == [0, 1] and scheduler.filling
+    assert _rows(scheduler.admit(cache, 8)) == [(20, 3, 11, 1)]
+    assert len(scheduler.running) == cache.running == 2
+    assert _rows(scheduler.admit(cache, 12)) == [(20, 11, 20, 3), (4, 0, 3, 1)]
+    assert [s.request.request_id for s in scheduler.running] == [0, 1, 2, 4, 5]
+    assert _rows(scheduler.admit(cache, 100)) == [(4, 3, 4, 1)]
+    assert [s.request.request_id for s in scheduler.running] == [0, 1, 2, 4, 5, 3]
+
+
+def test_a_sibling_that_comes_while_its_prompt_is_on_its_way_joins_it():
+    scheduler, cache = Scheduler(6), _cache()
+    scheduler.add(_sequence(0, 100))
+    scheduler.admit(cache, 60)
+    scheduler.add(_sequence(1, 100))
+    assert _rows(scheduler.admit(cache, 30)) == [(100, 60, 90, 2)]
+    assert _rows(scheduler.admit(cache, 30)) == [(100, 90, 100, 2)]
+    assert len(scheduler.running) == 2 and cache.counts[:2].tolist() == [2, 2]
+
+
+def test_room_is_asked_for_a_sequences_own_need_not_for_the_longest():
+    scheduler, cache = Scheduler(8), _cache(pages=14)
+    scheduler.add(_sequence(0, 5 * PAGE))
+    for i in range(1, 6):
+        scheduler.add(_sequence(i, 5 + i))
+    assert len(scheduler.admit(cache, 10_000)) == 5, "5 + 4 pages, and one more of growth for each of 5"
+    scheduler.release([0], cache)
+    assert len(scheduler.admit(cache, 10_000)) == 1
+
+
+def test_a_cache_that_takes_prompts_whole_gets_the_first_whatever_its_length(model_path):
+    pytest.importorskip("numba")
+    from xtuner.v1.rl.rollout.backends.native.kernel_cache import KernelCache
+
+    scheduler, cache = Scheduler(8), KernelCache(get_model_config_from_hf(model_path).build("cpu"), 8, 256)
+    cache.set_budget(10**8)
+    for i, length in enumerate((30, 6, 30)):
+        scheduler.add(_sequence(i, length))
+    assert _rows(scheduler.admit(cache, 8)) == [(30, 0, 30, 1)]
+    assert _rows(scheduler.admit(cache, 36)) == [(6, 0, 6, 1), (30, 0, 30, 1)]
+    assert scheduler.filling is None
 
 
 def test_a_full_batch_is_renewed_in_parts_not_one_by_one():
-    scheduler = Scheduler(64)
+    scheduler, cache = Scheduler(64), _cache()
     for i in range(80):
         scheduler.add(_sequence(i, 5))
-    assert len(scheduler.admit(_always, 10_000)) == 64
-    scheduler.release([3])
-    assert scheduler.admit(_always, 10_000) == []
-    scheduler.release([0, 5, 9])
-    assert len(scheduler.admit(_always, 10_000)) == 4
-    scheduler.release(list(range(53)))
-    assert len(scheduler.admit(_always, 10_000)) == 12, "the last ones do not wait for company"
+    scheduler.admit(cache, 10_000)
+    assert len(scheduler.running) == 64
+    scheduler.release([3], cache)
+    assert scheduler.admit(cache, 10_000) == []
+    scheduler.release([0, 5, 9], cache)
+    scheduler.admit(cache, 10_000)
+    assert len(scheduler.running) == 64
+    scheduler.release(list(range(53)), cache)
+    scheduler.admit(cache, 10_000)
+    assert not scheduler.waiting, "the last ones do not wait for company"
 
 
 def test_a_sequence_that_went_back_goes_on_where_it_was():
-    scheduler = Scheduler(2)
+    scheduler, cache = Scheduler(2), _cache()
     scheduler.add(_sequence(0, 3, max_tokens=4))
-    scheduler.admit(_always, 100)
+    scheduler.admit(cache, 100)
     _record(scheduler, [50], [-0.5])
-    (sequence,), _, _ = scheduler.release([0])
+    (sequence,) = scheduler.release([0], cache)
     scheduler.waiting.appendleft(sequence)
-    (ids,) = scheduler.admit(_always, 100)
-    assert ids.tolist() == [10, 11, 12, 50]
+    (prompt,) = scheduler.admit(cache, 100)
+    assert prompt.ids.tolist() == [10, 11, 12, 50]
     for k in range(3):
         done = _record(scheduler, [60 + k], [-1.0])
     assert done == [(0, "length")]
-    scheduler.release([0])
+    scheduler.release([0], cache)
     assert sequence.token_ids == [50, 60, 61, 62] and sequence.logprobs == [-0.5, -1.0, -1.0, -1.0]
+
+
+def test_who_leaves_a_prompt_on_its_way_takes_only_its_own_room():
+    scheduler, cache = Scheduler(4), _cache(pages=20)
+    sequences = [_sequence(i, 100) for i in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduler.admit(cache, 70)
+    assert cache.free_pages == 20 - 3
+    assert scheduler.remove(sequences[0], cache)
+    assert cache.free_pages == 20 - 2 and scheduler.filling.members == [sequences[1]]
+    scheduler.put_back(cache)
+    assert cache.free_pages == 20 and list(scheduler.waiting) == [sequences[1]] and not scheduler.running
+    (prompt,) = scheduler.admit(cache, 70)
+    assert (prompt.begin, prompt.end) == (PAGE, 100), "what went through the model is still there"
 
 
 def _utf8(ids):

@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from xtuner.v1.data_proto import SegmentLayout
+from xtuner.v1.data_proto import SampleParams, SegmentLayout
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
+from xtuner.v1.ops import paged_attention
 from xtuner.v1.ops.attention import PackedAttention
-from xtuner.v1.rl.rollout.backends.native.cache import KVCache
-from xtuner.v1.rl.rollout.backends.native.runner import ModelRunner
-from xtuner.v1.rl.rollout.backends.native.weights import PlainWeights, lay_out_by_input
+from xtuner.v1.rl.rollout.backends.base import GenerateRequest
+from xtuner.v1.rl.rollout.backends.native.paged_cache import PagedCache
+from xtuner.v1.rl.rollout.backends.native.paged_runner import PagedRunner
+from xtuner.v1.rl.rollout.backends.native.requests import RequestLimits, make_sequence
+from xtuner.v1.rl.rollout.backends.native.scheduler import Scheduler
+from xtuner.v1.rl.rollout.backends.native.weights import PlainWeights
 
 FAMILIES = {
     "qwen3": {"qk_norm": True},
@@ -37,44 +41,67 @@ def _randomise(model, seed: int) -> None:
         param.copy_(noise + 1 if name.endswith("norm.weight") else noise)
 
 
-def _trainers_logits(model, sequences):
-    lengths = [len(ids) for ids in sequences]
-    attention = PackedAttention(SegmentLayout(lengths, [-1] * len(lengths)), "cpu")
-    ids = torch.from_numpy(np.concatenate(sequences)).long()
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    return model.logits(model.hidden_states(ids, positions, attention)[torch.tensor(lengths).cumsum(0) - 1])
+def _trainers_logprobs(model, prompt, token_ids):
+    """Of a response at temperature 1, by one forward over the whole sequence."""
+    ids = torch.tensor(prompt + token_ids[:-1])
+    attention = PackedAttention(SegmentLayout([len(ids)], [-1]), "cpu")
+    hidden = model.hidden_states(ids, torch.arange(len(ids)), attention)[len(prompt) - 1 :]
+    return model.logits(hidden).log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.08)],
-)
+def _serve(runner, prompts, max_rows, max_tokens=9):
+    """(token ids, log-probs) of a response to each of the prompts, by prefills of at most `max_rows` rows."""
+    limits = RequestLimits(50, 256, [1], lambda ids: "")
+    params = SampleParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0)
+    scheduler, cache = Scheduler(runner.cache.max_slots), runner.cache
+    sequences = [make_sequence(GenerateRequest(i, ids, params, i), limits) for i, ids in enumerate(prompts)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    with torch.inference_mode():
+        while scheduler.has_work:
+            first = len(scheduler.running)
+            done = []
+            if admitted := scheduler.admit(cache, max_rows):
+                done += runner.prefill(scheduler, admitted, first)
+            if scheduler.running and not done:
+                assert cache.grow(scheduler.rows()["length"])
+                done += runner.decode(scheduler, 1)
+            scheduler.release([slot for slot, _ in done], cache)
+    return [(s.token_ids, s.logprobs) for s in sequences]
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["numba", "torch"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.08)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_whole_sequence(family, dtype, tolerance):
+def test_logprobs_are_those_of_the_whole_sequence(family, dtype, tolerance, kernels, monkeypatch):
+    """However prompts are cut, whatever is found in the cache, and whoever shares it."""
+    if not kernels:
+        monkeypatch.setattr(paged_attention, "takes_cpu_kernels", lambda *tensors: False)
+    elif dtype != torch.float32:
+        pytest.skip("the kernels compute in float32")
     model = _model(family, dtype)
-    plain = dtype == torch.float32
-    if plain:
-        lay_out_by_input(model)
     weights = PlainWeights(model)
-    cache = KVCache(3, 2, 16, 16, dtype, torch.device("cpu"), max_slots=4, max_length=128)
-    cache.set_budget(10**6)
-    runner = ModelRunner(model, cache)
+    cache = PagedCache(3, 2, 16, 16, dtype, torch.device("cpu"), max_slots=6, max_length=256)
+    cache.set_budget(10**7)
+    runner = PagedRunner(model, cache)
     rng = np.random.default_rng(0)
-    short, long = rng.integers(0, 50, 3), rng.integers(0, 50, 60)
-    for round_ in range(2):
-        # The second round: other weights in other memory, and a cache with old content.
+    long, longer = rng.integers(0, 50, 64).tolist(), rng.integers(0, 50, 150).tolist()
+    prompts = [long[:3], longer, long[:3], longer[:130] + [7], long, longer]
+    hits = []
+    for round_, max_rows in enumerate((10_000, 41, 64)):
+        # Other weights in other memory, and a cache with old content.
         weights.drop()
         weights.restore()
+        cache.forget()
         _randomise(model, round_)
-        prompts = sequences = [ids.astype(np.int32) for ids in (short, long, short, long[:11])]
-        with torch.inference_mode():
-            cache.reserve(4, 62, live=0)
-            first = runner.fill(sequences, 0)
-            for step in range(9):
-                last = np.array([7 + step, 3, 20 - step, 9])
-                sequences = [np.append(s, t).astype(np.int32) for s, t in zip(sequences, last, strict=True)]
-                cache.reserve(4, max(map(len, sequences)), live=4)
-                logits = runner.forward(last, np.array([len(s) for s in sequences]))
-            for ours, ids in ((first, prompts), (logits, sequences)):
-                expected = _trainers_logits(model, ids)
-                scale = max(1.0, expected.abs().max().item())
-                torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * scale)
+        for _ in range(2):
+            before = cache.hits
+            for prompt, (token_ids, logprobs) in zip(prompts, _serve(runner, prompts, max_rows), strict=True):
+                with torch.inference_mode():
+                    expected = _trainers_logprobs(model, prompt, token_ids)
+                torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=tolerance)
+            hits.append(cache.hits - before)
+            assert cache.free_pages == cache.num_pages
+    # First nothing but the pages that one prompt of a batch has in common with another; then all full pages, but for
+    # one row of the prompt that has no other.
+    assert hits == [128, 128 + 128 + 63] * 3

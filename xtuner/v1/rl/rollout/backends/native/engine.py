@@ -18,16 +18,13 @@ from xtuner.v1.ops.cpu import cpu_kernels_available
 from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
-from .cache import LENGTH_STEP, KVCache
-from .paged_cache import PagedCache
+from .paged_cache import PAGE, PagedCache
+from .paged_runner import MAX_STEPS, PagedRunner
 from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
-from .runner import ModelRunner, Runner
-from .scheduler import Scheduler, Sequence
+from .runner import Runner
+from .scheduler import Done, Scheduler, Sequence
 from .stable_weights import StableWeights
-from .weights import PlainWeights, lay_out_by_input, replace_weights
-
-_HEADROOM = 64
-"""Tokens of growth that must fit beside the current ones before one more sequence is admitted."""
+from .weights import PlainWeights, WeightReceiver, lay_out_by_input
 
 
 class NativeEngine:
@@ -73,6 +70,8 @@ class NativeEngine:
         self._gpu_memory_utilization, self._cpu_cache_bytes = gpu_memory_utilization, cpu_cache_bytes
         self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
         self._cpu_kernels, self._deterministic = cpu_kernels, deterministic
+        self.preemptions = 0
+        """How often a sequence, or a prompt on its way in, had to give its room to others."""
         self._scheduler = Scheduler(max_batch_size)
         self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -102,6 +101,7 @@ class NativeEngine:
         self._runner = self._build_runner(context)
         self._cache = self._runner.cache
         self._weights = StableWeights(self._model, self.device) if on_cuda else PlainWeights(self._model)
+        self._receiver = WeightReceiver(self._model)
         self._obstacle = {}
         if self._load_weights:
             load_hf_model(self._model, self.model_path)
@@ -135,11 +135,7 @@ class NativeEngine:
             lay_out_by_input(model)
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
-        if self.device.type == "cuda":
-            from .paged_runner import MAX_STEPS, PagedRunner
-
-            return PagedRunner(model, PagedCache(*sizes, slots, context, slack=MAX_STEPS))
-        return ModelRunner(model, KVCache(*sizes, max_slots=slots, max_length=context))
+        return PagedRunner(model, PagedCache(*sizes, slots, context, slack=MAX_STEPS))
 
     async def stop(self) -> None:
         if "start" in self._obstacle:  # not started, or stopped already
@@ -180,13 +176,16 @@ class NativeEngine:
         if why := self._obstacle.get("start") or self._obstacle.get("weights"):
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
-        replace_weights(self._model, buckets)
+        self._cache.forget()
+        self._receiver.take(buckets)
         self._runner.weights_changed()
         del self._obstacle["update"]
         self.version = version
 
     async def reset_prefix_cache(self) -> None:
-        """Nothing to forget: no prefix outlives the admission of its siblings."""
+        """Every prompt from now on goes through the model whole."""
+        if "start" not in self._obstacle:
+            self._cache.forget()
 
     # ---- requests ----
 
@@ -239,42 +238,42 @@ class NativeEngine:
                     f"a step with the weights of version {self.version} failed with {type(error).__name__}: {error}"
                 )
                 self._end_all("error", self._obstacle["failure"])
+                self._cache.forget()
             await asyncio.sleep(0)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit and prefill what fits, else decode one token of every running sequence."""
+        """Up to `max_prefill_rows` tokens of prompts, then one or more tokens for every running sequence."""
         scheduler = self._scheduler
         first = len(scheduler.running)
-        prompts = scheduler.admit(self._has_room, self._max_prefill_rows)
-        if prompts:
-            self._cache.reserve(len(scheduler.running), scheduler.max_length, live=first)
-            done = self._runner.prefill(scheduler, prompts, first)
-        else:
-            done = self._runner.decode(scheduler, self._reserve_for_decode())
+        if prompts := scheduler.admit(self._cache, self._max_prefill_rows):
+            self._end(self._runner.prefill(scheduler, prompts, first))
+        if scheduler.running:
+            self._end(self._runner.decode(scheduler, self._reserve_for_decode()))
+
+    def _end(self, done: list[Done]) -> None:
         if done:
             for sequence, (_, reason) in zip(self._release([slot for slot, _ in done]), done, strict=True):
                 self._finish(sequence, reason)
 
-    def _has_room(self, batch: int, longest: int) -> bool:
-        longest = min(longest + _HEADROOM, self._limits.context_length)
-        return batch == 1 or self._cache.fits(batch, longest)
-
     def _reserve_for_decode(self) -> int:
         """Room for as many tokens each as the runner would draw at once, or for one, which then is all it may draw;
-        the youngest sequences go back to the queue until that fits."""
-        scheduler, steps = self._scheduler, self._runner.steps(self._scheduler)
+        what came last goes back to the queue until that fits."""
+        scheduler = self._scheduler
+        more_prompts = scheduler.filling is not None or scheduler.starved
+        steps = 1 if more_prompts else self._runner.steps(scheduler)
         while not self._cache.grow(scheduler.rows()["length"] + steps - 1):
             if steps == 1:
-                scheduler.waiting.extendleft(self._release([scheduler.youngest()]))
+                self.preemptions += 1
+                if scheduler.filling is not None:
+                    scheduler.put_back(self._cache)
+                else:
+                    scheduler.waiting.extendleft(self._release([scheduler.youngest()]))
             steps = 1
         return steps
 
     def _release(self, slots: list[int]) -> list[Sequence]:
-        length = self._scheduler.max_length
-        sequences, sources, targets = self._scheduler.release(slots)
-        self._cache.release(slots, sources, targets, length)
-        return sequences
+        return self._scheduler.release(slots, self._cache)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         future = self._futures.pop(sequence)
@@ -289,6 +288,8 @@ class NativeEngine:
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         scheduler = self._scheduler
+        if scheduler.filling is not None:
+            scheduler.put_back(self._cache)
         sequences = self._release(list(range(len(scheduler.running))))
         sequences += scheduler.waiting
         scheduler.waiting.clear()
@@ -298,15 +299,15 @@ class NativeEngine:
     def _forget(self, sequence: Sequence) -> None:
         """Its caller is gone."""
         self._futures.pop(sequence, None)
-        if sequence in self._scheduler.waiting:
-            self._scheduler.waiting.remove(sequence)
-        elif sequence in self._scheduler.running:
+        if not self._scheduler.remove(sequence, self._cache) and sequence in self._scheduler.running:
             self._release([self._scheduler.running.index(sequence)])
 
     # ---- parts ----
 
     def _drop_weights(self) -> None:
         self._weights.drop()
+        if self.device.type != "cuda":
+            self._receiver.forget()  # they come back elsewhere
         self._runner.forget_weights()
 
     def _refusal(self, request: GenerateRequest, error: str) -> GenerateOutput:
@@ -321,7 +322,7 @@ class NativeEngine:
         budget = self._gpu_cache_bytes() if self.device.type == "cuda" else self._cpu_cache_bytes
         self._cache.set_budget(budget)
         wanted, possible = self._cache.max_length, self._cache.longest_sequence
-        if possible < min(wanted, 2 * LENGTH_STEP):
+        if possible < min(wanted, PAGE // 2):
             raise ValueError(
                 f"the cache budget of {budget} bytes holds {possible} tokens of {self._cache.row_bytes} bytes: "
                 "raise cpu_cache_bytes or gpu_memory_utilization."

@@ -1,6 +1,7 @@
 """Small dense models on the CPU: whole forwards, and many steps at a time, by the kernels of `kernels.py`."""
 
 import time
+from itertools import islice
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from xtuner.v1.ops.threads import num_threads
 from xtuner.v1.utils import get_logger
 
 from . import kernels
-from .cache import SlotCache, round_up
-from .kernels import Cache, Dimensions, Rows, Weights
+from .cache import Prompt
+from .kernel_cache import KernelCache, round_up
+from .kernels import Dimensions, Rows, Weights
 from .runner import draw, refuse_not_finite
 from .scheduler import NOT_FINITE, Done, Scheduler
 
@@ -47,41 +49,6 @@ def kernels_know(model: DecoderModel) -> bool:
     unusual = {*config.model_dump(exclude_defaults=True), *a.model_dump(exclude_defaults=True)} - _KNOWN
     windows = any(config.window_of(layer) is not None for layer in range(config.num_hidden_layers))
     return not unusual and not windows and a.head_dim % (2 * LANES) == 0
-
-
-class KernelCache(SlotCache):
-    """Slots point to rows of the storage, so that a sequence changes its slot without a copy."""
-
-    def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
-        a, layers = model.config.attention, model.config.num_hidden_layers
-        super().__init__(2 * layers * a.num_key_value_heads * a.head_dim * 4, max_slots, max_length)
-        self._model, self._shape = model, (layers, a.num_key_value_heads, a.head_dim)
-        self.free()
-
-    def free(self) -> None:
-        self.slots = self.length = 0
-        self.arrays = self._allocate(0, 0)
-        self.place_of = np.arange(self.max_slots)
-        """int64 [slots]: where each slot's sequence is."""
-
-    def _allocate(self, rows: int, length: int) -> Cache:
-        layers, heads, dim = self._shape
-        angles = self._model.rotary(torch.arange(length))
-        cos, sin = (t.reshape(length, dim // 2).numpy() for t in (angles.cos, angles.sin))
-        # From torch, whose memory begins where vectors should.
-        keys = torch.zeros(rows, layers, heads, length // LANES, dim, LANES).numpy()
-        return Cache(keys, torch.zeros(rows, layers, heads, length, dim).numpy(), cos, sin)
-
-    def _resize(self, slots: int, length: int, live: int) -> None:
-        old, self.arrays = self.arrays, self._allocate(slots, length)
-        kept, rows = min(length, self.length), self.place_of[:live]
-        self.arrays.keys[:live, :, :, : kept // LANES] = old.keys[rows, :, :, : kept // LANES]
-        self.arrays.values[:live, :, :, :kept] = old.values[rows, :, :, :kept]
-        self.place_of = np.arange(self.max_slots)
-        self.slots, self.length = slots, length
-
-    def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        self.place_of[targets + sources] = self.place_of[sources + targets]
 
 
 class KernelRunner:
@@ -125,11 +92,11 @@ class KernelRunner:
         fair = int(_CALL_OPERATIONS / self._operations / len(rows))
         return max(1, min(fair, _MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
 
-    def prefill(self, scheduler: Scheduler, prompts: list[np.ndarray], first_slot: int) -> list[Done]:
-        members: dict[bytes, list[int]] = {}
-        for ids, place in zip(prompts, self.cache.place_of[first_slot:].tolist(), strict=False):
-            members.setdefault(ids.tobytes(), []).append(place)
-        unique, places = [np.frombuffer(key, np.int32)[:-1] for key in members], list(members.values())
+    def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
+        self.cache.reserve(len(scheduler.running), scheduler.max_length, live=first_slot)
+        unique = [prompt.ids[:-1] for prompt in prompts]
+        slots = iter(self.cache.place_of[first_slot:].tolist())
+        places = [list(islice(slots, len(prompt.members))) for prompt in prompts]
         sizes, threads = np.array([ids.size for ids in unique], np.int64), self._threads or num_threads()
         copies = [(p[0], to, n) for p, n in zip(places, sizes.tolist(), strict=True) for to in p[1:]]
         # Blocks are whole prompts, of about as many rows each.

@@ -1,4 +1,7 @@
-"""Keys and values of the running sequences in pages that sequences may share."""
+"""Keys and values in pages that sequences may share, and that stay for later ones that begin alike."""
+
+from collections import OrderedDict
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -6,19 +9,26 @@ from torch import Tensor
 
 from xtuner.v1.utils.stable_memory import StableMemory
 
+from .cache import Cache, Prompt
+
 PAGE = 64
 """Tokens a page: one tile of the attention kernel."""
 MEMBERS = 8
 """Sequences that read their common pages at once: with two query heads a head of keys they fill a tile."""
 
 
-class PagedCache:
+class PagedCache(Cache):
     """Slot b holds the sequence whose pages `tables[b]` names. Equal prompts share all pages that are full.
+
+    A full page is known by the hash of its ids and of the page before it. It keeps that name when its last reader
+    goes, and serves the next prompt that begins so, until the memory is needed: first what was not read for longest.
 
     A page has the rows of all layers: keys [Hkv, PAGE, D] and values [Hkv, PAGE, Dv] of the first, then of the next.
     So the address of a layer's keys does not depend on how many pages there are, and a page is copied in one piece.
     On CUDA the memory comes and goes at the same addresses, which captured graphs keep.
     """
+
+    chunked = True
 
     def __init__(
         self,
@@ -33,29 +43,25 @@ class PagedCache:
         slack: int = 0,
     ) -> None:
         """max_length: tokens of the longest sequence; slack: how many may be written beyond them, in vain."""
-        self.device, self.dtype = device, dtype
-        self.max_length, self.max_slots, self._slack = max_length, max_slots, slack
+        self.device, self.dtype, self._slack = device, dtype, slack
         self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
         self._layer_elements = num_kv_heads * PAGE * (key_dim + value_dim)
         self._page_elements = num_layers * self._layer_elements
-        self.row_bytes = self._page_elements * dtype.itemsize // PAGE
+        super().__init__(self._page_elements * dtype.itemsize // PAGE, max_slots, max_length)
         self.tables = np.zeros((max_slots, pages_of(max_length + slack)), np.int32)
         self.counts = np.zeros(max_slots, np.int64)
         """Pages of each slot."""
-        self._group = np.zeros(max_slots, np.int64)
-        """Which slots came in with equal prompts: the same number."""
-        self._shared = np.zeros(max_slots, np.int32)
-        """Pages that a slot may have in common with its group."""
-        self._groups = 0
-        self.num_pages = 0
-        self.running = 0
-        """Slots in use: [0, running)."""
+        self._common = np.zeros(max_slots, np.int32)
+        """Full pages of each slot's prompt: what it may have in common with others."""
+        self.num_pages = self.running = 0
+        """Pages in the budget; slots in use: [0, running)."""
         self.changed = self.recomposed = True
         """Whether tables have changed, and whether slots hold other sequences, since a reader set these to False."""
+        self.hits = 0
+        """Tokens of prompts that were found in the cache since the start."""
         self._pool: Tensor | None = None
         self._memory: StableMemory | None = None
-        self._free: list[int] = []
-        self._readers = np.zeros(0, np.int32)
+        self._renew_pages(0)
 
     # ---- memory ----
 
@@ -63,9 +69,16 @@ class PagedCache:
         """How many bytes the pages may take. Only while no memory is held."""
         if self._pool is not None:
             raise RuntimeError("the pages are in memory: free it before their number changes.")
-        self.num_pages = num_bytes // (self._page_elements * self.dtype.itemsize)
-        self._free = list(range(self.num_pages - 1, -1, -1))
-        self._readers = np.zeros(self.num_pages, np.int32)
+        self._renew_pages(num_bytes // (self._page_elements * self.dtype.itemsize))
+
+    def _renew_pages(self, count: int) -> None:
+        self.num_pages = count
+        self._free = list(range(count - 1, -1, -1))
+        self._readers = np.zeros(count, np.int32)
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Pages without a reader that have a name, in the order of their last use."""
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
         self.counts[:] = 0
         self.running, self.changed, self.recomposed = 0, True, True
 
@@ -75,11 +88,10 @@ class PagedCache:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens that one sequence alone may reach."""
-        return self.num_pages * PAGE - self._slack
+        return max(0, self.num_pages * PAGE - self._slack)
 
-    def reserve(self, slots: int, length: int, live: int) -> bool:
-        """Take the memory of all pages if it is not held. Sequences get theirs by `claim` and `grow`."""
+    def hold(self) -> None:
+        """Take the memory of all pages if it is not held."""
         if self._pool is None:
             size = self.num_pages * self._page_elements
             if self.device.type == "cuda":
@@ -88,12 +100,13 @@ class PagedCache:
                     self._memory = StableMemory(self.device, total)
                 flat = self._memory.map(size * self.dtype.itemsize).view(self.dtype)
             else:
-                flat = torch.empty(size, dtype=self.dtype)
+                # Zeros, as a masked place still meets a weight of 0, and 0 * NaN is NaN; NumPy's, as they take no memory
+                # before something is written.
+                flat = torch.from_numpy(np.zeros(size * self.dtype.itemsize, np.uint8)).view(self.dtype)
             self._pool = flat.view(self.num_pages, self._page_elements)
-        return True
 
     def free(self) -> None:
-        """Give the memory back."""
+        self.forget()
         self._pool = None
         if self._memory is not None:
             self._memory.unmap()
@@ -110,53 +123,81 @@ class PagedCache:
         assert self._pool is not None, "the cache is asleep"
         return self._pool[:, start : start + self.num_heads * PAGE * dim].unflatten(1, (self.num_heads, PAGE, dim))
 
-    # ---- pages ----
+    # ---- prompts ----
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages that nobody reads."""
+        return len(self._free) + len(self._kept)
 
-    def fits(self, slots: int, length: int) -> bool:
-        """Whether slots up to `slots` can be filled with `length` tokens each, and all others grow by a page."""
-        return (slots - self.running) * pages_of(length) + self.running <= len(self._free)
+    def fits(self, lengths: list[int], batch: int, longest: int) -> bool:
+        return batch == 1 or self._has_room(sum(map(pages_of, lengths)), batch)
 
-    def claim(self, which: np.ndarray, lengths: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Pages for new sequences in the slots from `running` on.
+    def _has_room(self, pages: int, batch: int) -> bool:
+        """For so many pages now, and for one more of each sequence."""
+        return pages + batch <= self.free_pages
 
-        which int64 [B]: the prompt of each; lengths int64 [U]: tokens of each prompt. Returns the pages of each
-        prompt, and pairs [C, 2] of pages to copy, from and to, once the prompts are in: a sibling's own copy of the
-        page that the prompt fills in part.
-        """
-        own: list[np.ndarray] = []
-        copies: list[tuple[int, int]] = []
-        for length in lengths.tolist():
-            own.append(self._take(pages_of(length)))
-        first_seen: set[int] = set()
-        for slot, prompt in enumerate(which.tolist(), self.running):
-            pages = own[prompt]
-            if prompt in first_seen:
-                pages = pages.copy()
-                if lengths[prompt] % PAGE:
-                    (mine,) = self._take(1)
-                    copies.append((int(pages[-1]), int(mine)))
-                    pages[-1] = mine
-                    self._readers[pages[:-1]] += 1
-                else:
-                    self._readers[pages] += 1
-            first_seen.add(prompt)
+    def open(self, prompt: Prompt, batch: int, longest: int) -> bool:
+        prompt.keys = _keys(prompt.ids)
+        found: list[int] = []
+        for key in prompt.keys:
+            if (page := self._page_of.get(key)) is None:
+                break
+            found.append(page)
+        missing = pages_of(prompt.ids.size) - len(found)
+        unread = sum(page in self._kept for page in found)
+        if batch > 1 and not self._has_room(missing + unread, batch):
+            return False
+        for page in found:
+            self._kept.pop(page, None)
+        pages = np.array(found, np.int32)
+        self._readers[pages] += 1
+        prompt.tables = [np.concatenate((pages, self._take(missing)))]
+        prompt.stored = len(found) * PAGE
+        # The last row always goes through the model: its logits are wanted.
+        prompt.begin = min(prompt.stored, prompt.ids.size - 1)
+        self.hits += prompt.begin
+        return True
+
+    def join(self, prompt: Prompt, batch: int, longest: int) -> bool:
+        """A sibling has its own copy of the page that the prompt fills in part, and reads the others."""
+        own = int(prompt.ids.size % PAGE > 0)
+        if not self._has_room(own, batch):
+            return False
+        pages = prompt.tables[0].copy()
+        shared = len(pages) - own
+        self._readers[pages[:shared]] += 1
+        pages[shared:] = self._take(own)
+        prompt.tables.append(pages)
+        return True
+
+    def fill(self, prompt: Prompt) -> None:
+        for index in range(prompt.begin // PAGE, prompt.end // PAGE):
+            self._name(int(prompt.tables[0][index]), prompt.keys[index])
+
+    def seat(self, prompt: Prompt) -> None:
+        for pages, sequence in zip(prompt.tables, prompt.members, strict=True):
+            slot = self.running
             self.tables[slot, : pages.size] = pages
             self.counts[slot] = pages.size
-        new = slice(self.running, self.running + len(which))
-        self._group[new], self._shared[new] = self._groups + which, lengths[which] // PAGE
-        self._groups += len(lengths)
-        self.running += len(which)
+            self._common[slot] = len(sequence.request.prompt_ids) // PAGE
+            self.running += 1
         self.changed = self.recomposed = True
-        return own, np.array(copies, np.int64).reshape(-1, 2)
+
+    def leave(self, prompt: Prompt) -> None:
+        self._drop(prompt.tables.pop())
+
+    def forget(self) -> None:
+        self._page_of.clear()
+        self._key_of.clear()
+        self._free.extend(self._kept)
+        self._kept.clear()
+
+    # ---- running sequences ----
 
     def grow(self, lengths: np.ndarray) -> bool:
-        """Let every slot have pages for its first tokens, int64 [running] of them; False if pages run out."""
         missing = -(-lengths // PAGE) - self.counts[: self.running]
-        if missing.clip(min=0).sum() > len(self._free):
+        if missing.clip(min=0).sum() > self.free_pages:
             return False
         for _ in range(missing.max(initial=0)):
             short = np.flatnonzero(missing > 0)
@@ -169,24 +210,27 @@ class PagedCache:
     def shared(self) -> tuple[np.ndarray, np.ndarray]:
         """Slots with common pages, int32 [G, MEMBERS], -1 fills up; and how many pages each running slot has in
         common with others, int32 [running]."""
+        common = self._common[: self.running]
         pages = np.zeros(self.running, np.int32)
         members: list[np.ndarray] = []
-        order = np.argsort(self._group[: self.running], kind="stable")
-        borders = np.flatnonzero(np.diff(self._group[order])) + 1
+        # Who has the last common page has those before it: names chain them.
+        last = np.where(common > 0, self.tables[np.arange(self.running), common - 1], -1)
+        order = np.argsort(last, kind="stable")
+        borders = np.flatnonzero(np.diff(last[order])) + 1
         for group in np.split(order, borders):
             for slots in np.split(group, range(MEMBERS, len(group), MEMBERS)):
-                if len(slots) > 1 and self._shared[slots[0]]:
-                    pages[slots] = self._shared[slots[0]]
+                if len(slots) > 1 and common[slots[0]]:
+                    pages[slots] = common[slots[0]]
                     members.append(np.pad(slots, (0, MEMBERS - len(slots)), constant_values=-1))
         return np.array(members, np.int32).reshape(-1, MEMBERS), pages
 
-    def release(self, slots: list[int], sources: list[int], targets: list[int], length: int = 0) -> None:
-        """Give the pages of `slots` back; then the sequences in `sources` go to `targets`."""
-        for slot in slots:
+    def release(self, slots: list[int], sources: list[int], targets: list[int], ids: list[np.ndarray]) -> None:
+        for slot, held in zip(slots, ids, strict=True):
             pages = self.tables[slot, : self.counts[slot]]
-            self._readers[pages] -= 1
-            self._free.extend(pages[self._readers[pages] == 0].tolist())
-        for array in (self.tables, self.counts, self._group, self._shared):
+            for page, key in zip(pages.tolist(), _keys(held), strict=False):
+                self._name(page, key)
+            self._drop(pages)
+        for array in (self.tables, self.counts, self._common):
             array[targets] = array[sources]
         self.running -= len(slots)
         self.counts[self.running : self.running + len(slots)] = 0
@@ -194,20 +238,50 @@ class PagedCache:
 
     @torch.inference_mode()
     def copy(self, pairs: np.ndarray) -> None:
-        """Copy pages, [C, 2] from and to."""
+        """Copy pages, int64 [C, 2] from and to."""
         if len(pairs) and self._pool is not None:
             sources, targets = torch.from_numpy(pairs).to(self.device).unbind(1)
             self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
 
+    # ---- pages ----
+
     def _take(self, count: int) -> np.ndarray:
-        if count > len(self._free):
-            raise RuntimeError(f"the cache has {len(self._free)} free pages, {count} were asked for.")
-        pages = np.array(self._free[len(self._free) - count :][::-1], np.int32)
-        del self._free[len(self._free) - count :]
+        if count > self.free_pages:
+            raise RuntimeError(f"the cache has {self.free_pages} free pages, {count} were asked for.")
+        while len(self._free) < count:
+            page, _ = self._kept.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+            self._free.append(page)
+        left = len(self._free) - count
+        pages = np.array(self._free[left:][::-1], np.int32)
+        del self._free[left:]
         self._readers[pages] = 1
         return pages
+
+    def _drop(self, pages: np.ndarray) -> None:
+        """One reader less; the last pages first, as they are worth least to others."""
+        self._readers[pages] -= 1
+        for page in pages[self._readers[pages] == 0][::-1].tolist():
+            if page in self._key_of:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    def _name(self, page: int, key: bytes) -> None:
+        """What is in the page; of two equal ones the first is found."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
 
 
 def pages_of(length: int) -> int:
     """Pages for that many tokens."""
     return -(-length // PAGE)
+
+
+def _keys(ids: np.ndarray) -> list[bytes]:
+    """Of each full page: a hash of its ids and of the key before it."""
+    keys, key = [], b""
+    for end in range(PAGE, ids.size + 1, PAGE):
+        key = blake2b(key + ids[end - PAGE : end].tobytes(), digest_size=16).digest()
+        keys.append(key)
+    return keys

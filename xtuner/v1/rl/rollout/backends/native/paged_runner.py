@@ -1,4 +1,4 @@
-"""The model over pages, on CUDA: prefill as it comes, decode as captured graphs that draw their own tokens."""
+"""The model over pages: prefill as it comes; on CUDA, decode as captured graphs that draw their own tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.ops.attention import PackedAttention
-from xtuner.v1.ops.paged_kernels import SharedPages, paged_attention, store_rows
-from xtuner.v1.ops.sampling_kernels import draw_tokens, uniform_numbers
+from xtuner.v1.ops.attention import AttentionContext, PackedAttention
+from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, paged_attention, store_rows
 
-from .paged_cache import MEMBERS, PAGE, PagedCache
+from .cache import Prompt
+from .paged_cache import MEMBERS, PAGE, PagedCache, pages_of
 from .runner import draw, refuse_not_finite
 from .scheduler import Done, Scheduler
 
@@ -41,6 +41,23 @@ class PagedPrefill:
         """See `AttentionContext`."""
         store_rows(k, v, self._cache.keys(layer), self._cache.values(layer), self._places)
         return self._packed.attend(layer, q, k, v, scale, window, sinks)
+
+
+class PagedChunks:
+    """Parts of prompts, whose keys and values go to the pages first, against all that is there of their prompts."""
+
+    def __init__(self, cache: PagedCache, rows: PagedRows, places: Tensor) -> None:
+        """places int64 [T]: where each row goes, page * PAGE + offset; negative: it is there."""
+        self._cache, self._rows, self._places = cache, rows, places
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `AttentionContext`."""
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        store_rows(k, v, keys, values, self._places)
+        return attend_rows(q, keys, values, self._rows, scale, window, sinks)
 
 
 class PagedDecode:
@@ -123,13 +140,14 @@ class PagedRunner:
 
     def __init__(self, model: DecoderModel, cache: PagedCache, use_graphs: bool = True) -> None:
         self.model, self.cache = model, cache
-        self._use_graphs = use_graphs
+        self._on_cuda = cache.device.type == "cuda"
+        self._use_graphs = use_graphs and self._on_cuda
         self._sizes = batch_sizes(cache.max_slots)
-        self._pool = torch.cuda.graph_pool_handle() if use_graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._logits: Tensor | None = None
-        shape, on_cuda = (2, MAX_STEPS, cache.max_slots), cache.device.type == "cuda"
+        shape = (2, MAX_STEPS, cache.max_slots)
         self._history = torch.zeros(shape, dtype=torch.int64, device=cache.device)
-        self._history_host = torch.zeros(shape, dtype=torch.int64, pin_memory=on_cuda)
+        self._history_host = torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_cuda)
         self._renew_state(1)
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
@@ -149,36 +167,47 @@ class PagedRunner:
 
     def steps(self, scheduler: Scheduler) -> int:
         rows = scheduler.rows()
-        if _needs_logits(rows):
+        if not self._on_cuda or _needs_logits(rows):
             return 1
         return max(1, min(MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
 
     @torch.inference_mode()
-    def prefill(self, scheduler: Scheduler, prompts: list[np.ndarray], first_slot: int) -> list[Done]:
-        unique: dict[bytes, int] = {}
-        which = np.array([unique.setdefault(ids.tobytes(), len(unique)) for ids in prompts])
-        members = [np.frombuffer(key, np.int32) for key in unique]
-        lengths = np.array([ids.size for ids in members])
-        pages, copies = self.cache.claim(which, lengths)
-        positions = [np.arange(n) for n in lengths]
-        places = [own[at // PAGE].astype(np.int64) * PAGE + at % PAGE for own, at in zip(pages, positions, strict=True)]
-        layout = SegmentLayout(lengths.tolist(), [-1] * len(members))
-        context = PagedPrefill(self.cache, layout, self._put(np.concatenate(places)))
-        hidden = self.model.hidden_states(
-            self._put(np.concatenate(members)), self._put(np.concatenate(positions)), context
-        )
-        self.cache.copy(copies)
-        self.prefilled_rows += int(lengths.sum())
-        last = (lengths.cumsum() - 1)[which]
+    def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
+        self.cache.hold()
+        ids, positions = (np.concatenate(parts) for parts in zip(*map(_rows, prompts), strict=True))
+        hidden = self.model.hidden_states(self._put(ids), self._put(positions), self._prefill_attention(prompts))
+        self.cache.copy(_sibling_copies(prompts))
+        self.prefilled_rows += ids.size
+        complete = np.array([prompt.complete for prompt in prompts])
+        if not complete.any():
+            return []
+        last = np.cumsum([prompt.end - prompt.begin for prompt in prompts])[complete] - 1
+        members = np.array([len(prompt.members) for prompt in prompts])[complete]
         logits = self.model.logits(hidden.index_select(0, self._put(last)))
+        logits = logits.index_select(0, self._put(np.arange(len(last)).repeat(members)))
         self._stale = True
         return draw(scheduler, np.arange(first_slot, len(scheduler.running)), logits)
+
+    def _prefill_attention(self, prompts: list[Prompt]) -> AttentionContext:
+        places = self._put(np.concatenate([_places(prompt) for prompt in prompts]))
+        lengths = [prompt.end - prompt.begin for prompt in prompts]
+        if all(prompt.begin == 0 for prompt in prompts):
+            return PagedPrefill(self.cache, SegmentLayout(lengths, [-1] * len(prompts)), places)
+        tables = np.zeros((len(prompts), max(pages_of(prompt.end) for prompt in prompts)), np.int32)
+        for row, prompt in zip(tables, prompts, strict=True):
+            pages = prompt.tables[0][: pages_of(prompt.end)]
+            row[: pages.size] = pages
+        before = np.array([prompt.begin for prompt in prompts])
+        return PagedChunks(self.cache, PagedRows.build(tables, np.array(lengths), before, self.cache.device), places)
 
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
         batch = len(scheduler.running)
         self._bring_up_to_date(scheduler)
         slots = np.arange(batch)
+        if not self._on_cuda:
+            self._stale = True
+            return draw(scheduler, slots, self._forward(batch, sharing=False))
         if _needs_logits(scheduler.rows()):
             self._step(batch, draws=False)()
             self._stale = True
@@ -189,8 +218,7 @@ class PagedRunner:
             step()
             self._history[:, i].copy_(self._state.drawn)
         self._history_host[:, :steps].copy_(self._history[:, :steps], non_blocking=True)
-        if self.cache.device.type == "cuda":
-            torch.cuda.current_stream(self.cache.device).synchronize()
+        torch.cuda.current_stream(self.cache.device).synchronize()
         tokens, bits = self._history_host[:, :steps, :batch].numpy()
         logprobs = bits.astype(np.int32).view(np.float32)
         refuse_not_finite(~np.isfinite(logprobs).all(0))
@@ -205,7 +233,7 @@ class PagedRunner:
         if self._stale or cache.recomposed:
             self._state.load(scheduler)
         if cache.recomposed:
-            self._sharing = self._state.share(cache)
+            self._sharing = self._on_cuda and self._state.share(cache)
         cache.changed = cache.recomposed = self._stale = False
 
     def _step(self, batch: int, draws: bool) -> Callable[[], None]:
@@ -252,6 +280,8 @@ class PagedRunner:
 
     def _draw(self, size: int, sharing: bool) -> None:
         """One more token for every slot that is not empty."""
+        from xtuner.v1.ops.sampling_kernels import draw_tokens, uniform_numbers
+
         state = self._state
         logits, lengths = self._forward(size, sharing), state.lengths[:size]
         tokens, logprobs = draw_tokens(
@@ -265,6 +295,29 @@ class PagedRunner:
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.cache.device)
+
+
+def _rows(prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and positions of the rows that go through the model."""
+    return prompt.ids[prompt.begin : prompt.end], np.arange(prompt.begin, prompt.end)
+
+
+def _places(prompt: Prompt) -> np.ndarray:
+    """Where these rows go, int64: page * PAGE + offset; -1 for those that are there."""
+    positions = np.arange(prompt.begin, prompt.end)
+    places = prompt.tables[0][positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+    return np.where(positions < prompt.stored, -1, places)
+
+
+def _sibling_copies(prompts: list[Prompt]) -> np.ndarray:
+    """int64 [C, 2], from and to: siblings' own copies of the last page of prompts that are complete."""
+    pairs = [
+        (prompt.tables[0][-1], own[-1])
+        for prompt in prompts
+        if prompt.complete and prompt.ids.size % PAGE
+        for own in prompt.tables[1:]
+    ]
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def batch_sizes(largest: int) -> list[int]:

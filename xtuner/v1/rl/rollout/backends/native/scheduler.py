@@ -1,7 +1,6 @@
 """Which sequences run, in which slots, and when they end. Knows no tensors and no model."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -10,6 +9,7 @@ import numpy as np
 from xtuner.v1.data_proto import FinishReason
 
 from ..base import GenerateRequest
+from .cache import Cache, Prompt
 from .sampler import SAMPLING_FIELDS
 from .stop_strings import StopStrings
 
@@ -51,7 +51,8 @@ class Sequence:
 
 
 class Scheduler:
-    """First come, first served. The running sequences are in slots [0, B); `running[b]` is in slot b.
+    """First come, first served. The running sequences are in slots [0, B); `running[b]` is in slot b. At most one
+    prompt at a time is in the cache in part; its sequences have no slots yet.
 
     All that a step asks of a sequence stands in arrays with one row a slot, so that a step costs the same few
     numpy calls for any batch.
@@ -61,6 +62,9 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.filling: Prompt | None = None
+        self.starved = False
+        """Whether the last admission ended for want of rows: more prompts could come in at once."""
         self._arrivals = self._max_length = self._with_stops = 0
         self._table = np.zeros(max_batch_size, _ROW)
         self._tokens = np.zeros((max_batch_size, 0), np.int32)
@@ -69,7 +73,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.filling)
 
     @property
     def max_length(self) -> int:
@@ -100,55 +104,105 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def admit(self, fits: Callable[[int, int], bool], max_rows: int) -> list[np.ndarray]:
-        """Give slots to waiting sequences in order, as long as `fits(batch, longest)` and at most `max_rows`
-        prompt tokens (equal prompts count once) come in. Returns their ids, in slot order from the old B on.
-
-        Beside a running batch it waits until a few can come in together: a forward for one prompt costs as much
-        as a decode step of all, and siblings that come in one by one do not share their prompt.
+    def admit(self, cache: Cache, max_rows: int) -> list[Prompt]:
+        """What goes through the model next, at most `max_rows` tokens of it: prompts of waiting sequences, first come,
+        first served. Sequences with the same ids share one. Those whose prompt is complete with it get slots from the
+        old B on, in the order of prompts and members; a prompt that is not goes on with the next call.
         """
-        if not self.waiting or len(self.running) == self.max_batch_size:
+        self.starved = False
+        prompts: list[Prompt] = []
+        if self.filling is not None:
+            prompts.append(self.filling)
+            self.filling.begin = self.filling.end
+        elif not self.waiting or self._waits_for_company(cache):
             return []
-        first, rows, longest = len(self.running), 0, self.max_length
-        few = min(len(self.waiting), max(1, self.max_batch_size // _ADMISSIONS))
-        if first and not self._has_room_for(few, fits):
+        self._take_in(prompts, cache, max_rows)
+        if not prompts:
             return []
-        seen: set[bytes] = set()
-        prompts: list[np.ndarray] = []
-        while self.waiting and len(self.running) < self.max_batch_size:
-            sequence = self.waiting[0]
-            longest = max(longest, sequence.length)
-            if not fits(len(self.running) + 1, longest):
-                break
-            ids = np.array(sequence.request.prompt_ids + sequence.token_ids, np.int32)
-            if (key := ids.tobytes()) not in seen:
-                if seen and rows + ids.size > max_rows:
-                    break
-                seen.add(key)
-                rows += ids.size
-            self.running.append(self.waiting.popleft())
-            prompts.append(ids)
-        if prompts:
-            self._fill(first, prompts)
+        self.filling = None if prompts[-1].complete else prompts[-1]
+        first = len(self.running)
+        complete = [prompt for prompt in prompts if prompt.complete]
+        for prompt in complete:
+            self.running += prompt.members
+            cache.seat(prompt)
+        self._fill(first, [prompt.ids for prompt in complete for _ in prompt.members])
         return prompts
 
-    def _has_room_for(self, count: int, fits: Callable[[int, int], bool]) -> bool:
-        batch = len(self.running) + count
-        longest = max(sequence.length for sequence in islice(self.waiting, count))
-        return batch <= self.max_batch_size and fits(batch, max(longest, self.max_length))
+    def _take_in(self, prompts: list[Prompt], cache: Cache, max_rows: int) -> None:
+        """Cut what goes on to `max_rows` tokens, and let waiting sequences in as long as there are rows and room."""
+        known = {prompt.ids.tobytes(): prompt for prompt in prompts}
+        batch = len(self.running) + sum(len(prompt.members) for prompt in prompts)
+        longest = max([self._max_length, *(prompt.ids.size for prompt in prompts)])
+        left = max_rows
+        for prompt in prompts:
+            left -= _fill_up(prompt, cache, left)
+        while self.waiting and batch < self.max_batch_size:
+            sequence = self.waiting[0]
+            ids = np.array(sequence.request.prompt_ids + sequence.token_ids, np.int32)
+            longest = max(longest, ids.size)
+            found = known.get(ids.tobytes())
+            if found is None:
+                if left <= 0 or (prompts and not cache.chunked and ids.size > left):
+                    self.starved = True
+                    break
+                prompt = Prompt(ids)
+                if not cache.open(prompt, batch + 1, longest):
+                    break
+                left -= _fill_up(prompt, cache, left)
+                known[ids.tobytes()] = prompt
+                prompts.append(prompt)
+            elif cache.join(found, batch + 1, longest):
+                prompt = found
+            else:
+                break
+            prompt.members.append(self.waiting.popleft())
+            batch += 1
 
-    def _fill(self, first: int, prompts: list[np.ndarray]) -> None:
+    def _waits_for_company(self, cache: Cache) -> bool:
+        """Beside a running batch a few must be able to come in together: a forward for one prompt costs as much as a
+        decode step of all, and siblings that come in one by one do not share all of their prompt."""
+        few = min(len(self.waiting), max(1, len(self.running) // _ADMISSIONS))
+        batch = len(self.running) + few
+        if not self.running:
+            return False
+        lengths = [sequence.length for sequence in islice(self.waiting, few)]
+        return batch > self.max_batch_size or not cache.fits(lengths, batch, max(*lengths, self._max_length))
+
+    def put_back(self, cache: Cache) -> None:
+        """The prompt that is coming in waits again, with what it has in the cache at the mercy of others."""
+        assert self.filling is not None
+        for _ in self.filling.members:
+            cache.leave(self.filling)
+        self.waiting.extendleft(reversed(self.filling.members))
+        self.filling = None
+
+    def remove(self, sequence: Sequence, cache: Cache) -> bool:
+        """Take out a sequence that does not run yet; False if it runs."""
+        if self.filling is not None and sequence in self.filling.members:
+            self.filling.members.remove(sequence)
+            cache.leave(self.filling)
+            if not self.filling.members:
+                self.filling = None
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            return False
+        return True
+
+    def _fill(self, first: int, ids: list[np.ndarray]) -> None:
         new = self.running[first:]
+        if not new:
+            return
         self._widen(max(sequence.length for sequence in new) + 1, max(len(s.stop_ids) for s in new))
         self._table[first : len(self.running)] = [
             (arrival, len(s.request.prompt_ids), s.length, s.limit, s.stops is not None, *s.parameters)
             for arrival, s in enumerate(new, self._arrivals)
         ]
         self._arrivals += len(new)
-        for slot, (sequence, ids) in enumerate(zip(new, prompts, strict=True), first):
-            self._tokens[slot, : ids.size] = ids
+        for slot, (sequence, own) in enumerate(zip(new, ids, strict=True), first):
+            self._tokens[slot, : own.size] = own
             if sequence.token_ids:
-                self._logprobs[slot, len(sequence.request.prompt_ids) : ids.size] = sequence.logprobs
+                self._logprobs[slot, len(sequence.request.prompt_ids) : own.size] = sequence.logprobs
             self._stop_ids[slot] = sequence.stop_ids[0]
             self._stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
         self._summarise()
@@ -214,25 +268,32 @@ class Scheduler:
         """Slot of the sequence that was admitted last."""
         return int(self.rows()["arrival"].argmax())
 
-    def release(self, slots: list[int]) -> tuple[list[Sequence], list[int], list[int]]:
-        """Take sequences out, with their responses. The last ones move into the holes.
-
-        Returns the sequences and which slots the cache must move: sources, targets.
-        """
-        released = []
+    def release(self, slots: list[int], cache: Cache) -> list[Sequence]:
+        """Take sequences out, with their responses. The last ones move into the holes."""
+        released, held = [], []
         for slot in slots:
             sequence = self.running[slot]
             prompt, length = len(sequence.request.prompt_ids), int(self._table["length"][slot])
             sequence.token_ids = self._tokens[slot, prompt:length].tolist()
             sequence.logprobs = self._logprobs[slot, prompt:length].tolist()
             released.append(sequence)
+            # The last token has not been through the model.
+            held.append(self._tokens[slot, : length - 1].copy())
         gone, left = set(slots), len(self.running) - len(slots)
         targets = sorted(slot for slot in gone if slot < left)
         sources = [slot for slot in range(left, len(self.running)) if slot not in gone]
+        cache.release(slots, sources, targets, held)
         for source, target in zip(sources, targets, strict=True):
             self.running[target] = self.running[source]
         for array in (self._table, self._tokens, self._logprobs, self._stop_ids):
             array[targets] = array[sources]
         del self.running[left:]
         self._summarise()
-        return released, sources, targets
+        return released
+
+
+def _fill_up(prompt: Prompt, cache: Cache, rows: int) -> int:
+    """Send the next rows of a prompt through the model, at most so many if it may be cut; how many they are."""
+    prompt.end = min(prompt.ids.size, prompt.begin + rows) if cache.chunked else prompt.ids.size
+    cache.fill(prompt)
+    return prompt.end - prompt.begin

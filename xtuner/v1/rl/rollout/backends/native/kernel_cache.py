@@ -1,0 +1,109 @@
+"""The cache of the CPU kernels: one row of storage a sequence."""
+
+import numpy as np
+import torch
+
+from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.ops.simd import LANES
+
+from . import kernels
+from .cache import Cache, Prompt
+
+_LENGTH_STEP = 16
+"""Rows have a multiple of this many places, so that the kernels read whole vectors."""
+_GROWTH_STEP = 64
+_HEADROOM = 64
+"""Tokens of growth that must fit beside the current ones before one more sequence comes in."""
+
+
+def round_up(value: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-value // step) * step
+
+
+class KernelCache(Cache):
+    """Storage of rows times length tokens: grows on demand up to the budget, and stays until `free`.
+
+    Slots point to rows, so that a sequence changes its slot without a copy.
+    """
+
+    chunked = False
+
+    def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
+        a, layers = model.config.attention, model.config.num_hidden_layers
+        super().__init__(2 * layers * a.num_key_value_heads * a.head_dim * 4, max_slots, max_length)
+        self._model, self._shape = model, (layers, a.num_key_value_heads, a.head_dim)
+        self.max_rows = 0
+        self.free()
+
+    def set_budget(self, num_bytes: int) -> None:
+        """What is there already stays."""
+        self.max_rows = num_bytes // self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slots * self.length * self.row_bytes
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_rows // _LENGTH_STEP * _LENGTH_STEP
+
+    def free(self) -> None:
+        self.slots = self.length = 0
+        self.arrays = self._allocate(0, 0)
+        self.place_of = np.arange(self.max_slots)
+        """int64 [slots]: where each slot's sequence is."""
+
+    def fits(self, lengths: list[int], batch: int, longest: int) -> bool:
+        return batch == 1 or self._within_budget(batch, min(longest + _HEADROOM, self.max_length))
+
+    def open(self, prompt: Prompt, batch: int, longest: int) -> bool:
+        return self.fits([prompt.ids.size], batch, longest)
+
+    def join(self, prompt: Prompt, batch: int, longest: int) -> bool:
+        return self.fits([prompt.ids.size], batch, longest)
+
+    def grow(self, lengths: np.ndarray) -> bool:
+        return self.reserve(len(lengths), min(int(lengths.max()), self.max_length), live=len(lengths))
+
+    def release(self, slots: list[int], sources: list[int], targets: list[int], ids: list[np.ndarray]) -> None:
+        self.place_of[targets + sources] = self.place_of[sources + targets]
+
+    def reserve(self, slots: int, length: int, live: int) -> bool:
+        """Make room for `slots` sequences of `length` tokens; False if the budget does not allow it.
+
+        The first `live` slots keep their content.
+        """
+        if slots <= self.slots and length <= self.length:
+            return True
+        if not self._within_budget(slots, length):
+            return False
+        # Doubling keeps the copies few; without room for it, exactly what is needed.
+        wide = self.slots if slots <= self.slots else min(max(slots, 2 * self.slots), self.max_slots)
+        long = self.length
+        if length > self.length:
+            long = max(round_up(length, _GROWTH_STEP), 2 * self.length)
+            long = min(long, round_up(self.max_length, _LENGTH_STEP))
+        if wide * long > self.max_rows:
+            wide, long = slots, round_up(length, _LENGTH_STEP)
+        self._resize(wide, long, live)
+        return True
+
+    def _within_budget(self, slots: int, length: int) -> bool:
+        return slots * round_up(length, _LENGTH_STEP) <= self.max_rows
+
+    def _resize(self, slots: int, length: int, live: int) -> None:
+        old, self.arrays = self.arrays, self._allocate(slots, length)
+        kept, rows = min(length, self.length), self.place_of[:live]
+        self.arrays.keys[:live, :, :, : kept // LANES] = old.keys[rows, :, :, : kept // LANES]
+        self.arrays.values[:live, :, :, :kept] = old.values[rows, :, :, :kept]
+        self.place_of = np.arange(self.max_slots)
+        self.slots, self.length = slots, length
+
+    def _allocate(self, rows: int, length: int) -> kernels.Cache:
+        layers, heads, dim = self._shape
+        angles = self._model.rotary(torch.arange(length))
+        cos, sin = (t.reshape(length, dim // 2).numpy() for t in (angles.cos, angles.sin))
+        # From torch, whose memory begins where vectors should.
+        keys = torch.zeros(rows, layers, heads, length // LANES, dim, LANES).numpy()
+        return kernels.Cache(keys, torch.zeros(rows, layers, heads, length, dim).numpy(), cos, sin)
