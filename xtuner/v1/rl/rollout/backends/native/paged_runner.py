@@ -10,6 +10,7 @@ from torch import Tensor
 from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.ops.attention import AttentionContext, PackedAttention
+from xtuner.v1.ops.exact import exact_attend_rows, exact_packed_attention, exact_paged_attention
 from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, paged_attention, store_rows
 
 from .cache import Prompt
@@ -29,10 +30,10 @@ _WORTH_SHARING = 0.35
 class PagedPrefill:
     """Attention inside packed prompts, whose keys and values also go to the pages."""
 
-    def __init__(self, cache: PagedCache, layout: SegmentLayout, places: Tensor) -> None:
+    def __init__(self, cache: PagedCache, layout: SegmentLayout, places: Tensor, exact: bool) -> None:
         """places int64 [T]: where each row goes, page * PAGE + offset."""
         self._cache, self._places = cache, places
-        self._packed = PackedAttention(layout, cache.device)
+        self._packed = (exact_packed_attention if exact else PackedAttention)(layout, cache.device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
@@ -46,9 +47,10 @@ class PagedPrefill:
 class PagedChunks:
     """Parts of prompts, whose keys and values go to the pages first, against all that is there of their prompts."""
 
-    def __init__(self, cache: PagedCache, rows: PagedRows, places: Tensor) -> None:
+    def __init__(self, cache: PagedCache, rows: PagedRows, places: Tensor, exact: bool) -> None:
         """places int64 [T]: where each row goes, page * PAGE + offset; negative: it is there."""
         self._cache, self._rows, self._places = cache, rows, places
+        self._attend = exact_attend_rows if exact else attend_rows
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
@@ -57,18 +59,19 @@ class PagedChunks:
         """See `AttentionContext`."""
         keys, values = self._cache.keys(layer), self._cache.values(layer)
         store_rows(k, v, keys, values, self._places)
-        return attend_rows(q, keys, values, self._rows, scale, window, sinks)
+        return self._attend(q, keys, values, self._rows, scale, window, sinks)
 
 
 class PagedDecode:
     """One new row a sequence against its pages, where its own keys and values go first."""
 
     def __init__(
-        self, cache: PagedCache, tables: Tensor, lengths: Tensor, splits: int, shared: SharedPages | None
+        self, cache: PagedCache, tables: Tensor, lengths: Tensor, splits: int, shared: SharedPages | None, exact: bool
     ) -> None:
         """tables int32 [B, P], lengths int32 [B] with the new rows; 0: nobody's row."""
         self._cache, self._tables, self._lengths = cache, tables, lengths
         self._splits, self._shared = splits, shared
+        self._attend = exact_paged_attention if exact else paged_attention
         last = (lengths - 1).clamp(min=0).long()
         page = tables.gather(1, (last // PAGE)[:, None])[:, 0].long()
         self._places = torch.where(lengths > 0, page * PAGE + last % PAGE, -1)
@@ -80,7 +83,7 @@ class PagedDecode:
         """See `AttentionContext`."""
         keys, values = self._cache.keys(layer), self._cache.values(layer)
         store_rows(k, v, keys, values, self._places)
-        return paged_attention(
+        return self._attend(
             q, keys, values, self._tables, self._lengths, scale, self._splits, window, sinks, self._shared
         )
 
@@ -192,13 +195,14 @@ class PagedRunner:
         places = self._put(np.concatenate([_places(prompt) for prompt in prompts]))
         lengths = [prompt.end - prompt.begin for prompt in prompts]
         if all(prompt.begin == 0 for prompt in prompts):
-            return PagedPrefill(self.cache, SegmentLayout(lengths, [-1] * len(prompts)), places)
+            return PagedPrefill(self.cache, SegmentLayout(lengths, [-1] * len(prompts)), places, self.model.exact)
         tables = np.zeros((len(prompts), max(pages_of(prompt.end) for prompt in prompts)), np.int32)
         for row, prompt in zip(tables, prompts, strict=True):
             pages = prompt.tables[0][: pages_of(prompt.end)]
             row[: pages.size] = pages
         before = np.array([prompt.begin for prompt in prompts])
-        return PagedChunks(self.cache, PagedRows.build(tables, np.array(lengths), before, self.cache.device), places)
+        rows = PagedRows.build(tables, np.array(lengths), before, self.cache.device)
+        return PagedChunks(self.cache, rows, places, self.model.exact)
 
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
@@ -270,7 +274,7 @@ class PagedRunner:
         shared = SharedPages(state.members[: max(1, size // 2)], state.shared_pages[:size]) if sharing else None
         lengths = state.lengths[:size]
         splits = _splits(size * self.cache.num_heads)
-        context = PagedDecode(self.cache, state.tables[:size], lengths, splits, shared)
+        context = PagedDecode(self.cache, state.tables[:size], lengths, splits, shared, self.model.exact)
         positions = (lengths - 1).clamp(min=0).long()
         return self.model.logits(self.model.hidden_states(state.tokens[:size], positions, context))
 
