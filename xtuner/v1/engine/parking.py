@@ -59,7 +59,7 @@ class Parking:
             self._moments.ready()
 
     def rates(self) -> dict[str, float]:
-        """GB/s of the last way to the host and back; empty where nothing was copied between two memories."""
+        """GB/s to the host and back since the last call; empty where nothing was copied between two memories."""
         num_bytes: defaultdict[str, int] = defaultdict(int)
         seconds: defaultdict[str, float] = defaultdict(float)
         for copy in filter(None, (self._frozen, self._trained, self._moments)):

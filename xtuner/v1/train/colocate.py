@@ -37,6 +37,8 @@ class RLColocateTrainer:
         self.cfg = cfg
         self.loop = asyncio.Runner()
         self.closed = False
+        self.together = False
+        """Whether engine and trainer keep their memory in each other's phases."""
         self.debug = cfg.debug_rollout or cfg.debug_train
         if cfg.resources.accelerator == "CPU":
             keep_freed_memory()
@@ -130,8 +132,10 @@ class RLColocateTrainer:
     # ---------------------------------------------------------------- phases of a step
 
     async def _to_training(self, keep_weights: bool) -> None:
-        """The device changes hands: engine asleep, trainer awake."""
+        """The device changes hands: engine asleep, trainer awake; unless both have room at once."""
         assert self.rollout is not None
+        if self.together:
+            return
         await self.rollout.sleep(("kv_cache",) if keep_weights else ("weights", "kv_cache"))
         await self.on_workers("onload")
 
@@ -171,8 +175,22 @@ class RLColocateTrainer:
             targets = zip(self.workers, self.rollout.worker_names, strict=True)
             await asyncio.gather(*(h.call("push_weights", name, version) for h, name in targets))
             self.model_step = version
-        await self.on_workers("offload")
+        self.together = self.together or await self._has_room_for_both()
+        if not self.together:
+            await self.on_workers("offload")
         await self.rollout.wake(("kv_cache",))
+
+    async def _has_room_for_both(self) -> bool:
+        """Whether the engine can stay awake from now on, on every device; before an offload, once training has taken
+        what it needs."""
+        assert self.rollout is not None
+        if not self.cfg.keep_on_device:
+            return False
+        targets = zip(self.workers, self.rollout.worker_names, strict=True)
+        room = all(await asyncio.gather(*(h.call("has_room_beside", name) for h, name in targets)))
+        if room:
+            logger.info("trainer and engine have room beside each other: their memory stays where it is from now on.")
+        return room
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         result = await self.evaluator.evaluate(step, self.model_step)

@@ -119,6 +119,9 @@ class RLColocateTrainerConfig(XTunerConfig):
     """Same configuration, same bits; and with the native engine exact mode: every token's log-prob has the same bits in
     engine and trainer, in any batch and pack, and a step where one differs stops the run. Slower; docs/rollout.md says
     for which models and devices."""
+    keep_on_device: bool = True
+    """Once a train step has shown what training needs: leave weights, moments and the engine's memory on the device
+    between the phases, if all of it fits with packs of `pack_max_length`. False: hand the device over every time."""
     debug_rollout: bool = False
     """Only rollouts, by the initial weights: each step's groups go to `debug_rollout_<step>.jsonl`."""
     debug_train: bool = False

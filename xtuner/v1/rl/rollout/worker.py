@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.utils import get_logger
 
-from .backends.base import GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine
+from .backends.base import GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
 from .config import RolloutConfig
 
 __all__ = ["RolloutConfig", "RolloutWorker"]
@@ -112,4 +112,9 @@ class RolloutWorker:
     async def stop(self) -> None:
         if self._engine is not None:
             await self._engine.stop()
+    def memory_to_wake(self) -> int | None:
+        """Bytes of device memory that waking the engine's cache takes; None if the engine has to sleep while others use
+        the device."""
+        return self.engine.memory_to_wake() if isinstance(self.engine, StaysAwake) else None
+
             self._engine = None

@@ -25,6 +25,7 @@ from xtuner.v1.rl.loss import (
     rollout_is_weights,
 )
 from xtuner.v1.rl.loss.metrics import mean_of, sum_of
+from xtuner.v1.rl.utils import peer
 from xtuner.v1.rl.weight_update import push_in_process
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.compiled import compiled_programs
@@ -38,6 +39,7 @@ from xtuner.v1.utils.device import (
 )
 
 from .config import WorkerConfig
+from .room import has_room
 from .gap import refuse_gap
 
 
@@ -81,6 +83,8 @@ class TrainingWorker:
         self.seed, self.deterministic = seed, deterministic
         self.exact, self.equal_logprobs = exact, equal_logprobs
         self.consecutive_skips = self.total_skips = 0
+        self.largest_pack = 0
+        """Rows of the largest pack so far."""
         self.programs: int | None = None
         """Compiled programs after the first train step."""
         self.owns_group = False
@@ -175,6 +179,7 @@ class TrainingWorker:
         start = time.perf_counter()
         loss_cfg = self.config.loss_cfg
         packs = [pack for part in slices for pack in part]
+        self.largest_pack = max([self.largest_pack, *(pack.input_ids.numel() for pack in packs)])
         old: dict[int, Tensor] = {}
         if len(slices) > 1 or loss_cfg.rollout_is.enabled:
             old = {id(pack): self.engine.logprobs(pack) for pack in packs}
@@ -337,6 +342,16 @@ class TrainingWorker:
         """Give the rollout worker `target` of this process the current weights."""
         cfg = self.config
         await push_in_process(self.engine, target, version, cfg.bucket_bytes(), cfg.update_weight_checksum)
+
+    def has_room_beside(self, target: str) -> bool:
+        """Whether the engine of the rollout worker `target` can stay awake while this one trains; asked when training
+        has taken the memory that it needs, and the engine's cache is asleep."""
+        wanted = peer(target).memory_to_wake()
+        if wanted is None or self.device.type != "cuda" or not self.largest_pack:
+            return False
+        free, total = torch.cuda.mem_get_info(self.device)
+        working = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return has_room(free, total, wanted, working, self.config.pack_max_length / self.largest_pack)
 
     def offload(self) -> None:
         self.engine.offload()

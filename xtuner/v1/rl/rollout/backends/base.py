@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -72,3 +72,11 @@ class RolloutEngine(Protocol):
 
     async def stop(self) -> None:
         """Free everything. In-flight requests are aborted."""
+
+
+@runtime_checkable
+class StaysAwake(Protocol):
+    """An engine that can keep its memory while others use the device, and take updates so."""
+
+    def memory_to_wake(self) -> int | None:
+        """Bytes of device memory that its cache takes when it wakes; None if now it would get less than it can use."""
