@@ -77,8 +77,3 @@ class WeightReceiver:
 def rounded(source: Tensor, dtype: torch.dtype | None, target_dtype: torch.dtype) -> Tensor:
     """`source` rounded to a bucket's `dtype`, if that is not what the copy to `target_dtype` does anyway."""
     return source if dtype in (None, source.dtype, target_dtype) else source.to(dtype)
-
-
-def replace_weights(model: DecoderModel, buckets: Iterable[WeightBucket]) -> None:
-    """Copy a full set of weights into the model's parameters, once."""
-    WeightReceiver(model).take(buckets)
