@@ -176,6 +176,8 @@ def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
         problems.append(
             f"launcher='local' runs one worker, but resources.num_workers={workers}; use launcher='ray' or one worker."
         )
+    if not cfg.debug_train and (problem := cfg.rollout_config.workers_problem(workers)):
+        problems.append(problem)
     for field, fsdp_cfg in (("fsdp_cfg", worker.fsdp_cfg), ("ref_model_fsdp_cfg", worker.ref_model_fsdp_cfg)):
         try:
             if fsdp_cfg is not None:

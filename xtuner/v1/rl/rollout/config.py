@@ -22,9 +22,8 @@ BACKENDS: tuple[Backend, ...] = ("native", "sglang", "lmdeploy", "vllm")
 _GIB = 1024**3
 
 _NOT_IN_NATIVE = {
-    "tensor_parallel_size": "every rank holds a whole engine",
-    "data_parallel_size": "every rank holds a whole engine",
-    "expert_parallel_size": "every rank holds a whole engine",
+    "data_parallel_size": "an engine has one batch",
+    "expert_parallel_size": "every rank holds all experts",
     "enable_chunked_prefill": "prompts are prefilled whole",
     "enable_float8": "it computes in `dtype`",
     "enable_prefix_caching": "siblings share their prompt by themselves, nothing is kept across steps",
@@ -99,7 +98,9 @@ class RolloutConfig(XTunerConfig):
     allow_over_concurrency_ratio: float = 1.2
     """Deprecated."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs of an engine."""
+    """Neighbouring workers that are one engine, each with a part of every layer and of the KV cache. For models that do
+    not fit one GPU: otherwise an engine each generates more. Native engine: dense models, one machine; divides query
+    and key heads, the MLP's width and the number of workers."""
     data_parallel_size: int = Field(1, ge=1)
     """vLLM only; must divide `tensor_parallel_size`."""
     expert_parallel_size: int = Field(1, ge=1)
@@ -208,6 +209,16 @@ class RolloutConfig(XTunerConfig):
             f"rollout_config.backend='native' (and unset {wanted[backend]})."
         )
 
+    def workers_problem(self, num_workers: int) -> str | None:
+        """Why so many workers cannot be cut into engines; None if they can."""
+        size = self.tensor_parallel_size
+        if num_workers % size == 0:
+            return None
+        return (
+            f"rollout_config.tensor_parallel_size={size} does not divide num_workers={num_workers}; use a multiple of "
+            f"{size} workers, or a divisor of {num_workers}."
+        )
+
     def resolve(self) -> "RolloutConfig":
         """A copy with engine, context length and batch size filled in. Raises if one cannot be had."""
         backend = self.resolve_backend()
@@ -229,11 +240,23 @@ class RolloutConfig(XTunerConfig):
                 f"rollout_config.context_length={context} exceeds max_position_embeddings={longest} of "
                 f"{config_file}; lower it."
             )
+        self._check_heads()
         batch = self.rollout_max_batch_size_per_instance or (
             1024 if context <= 4096 else 512 if context <= 8192 else 128
         )
         filled = {"backend": backend, "context_length": context, "rollout_max_batch_size_per_instance": batch}
         return self.model_copy(update=filled)
+
+    def _check_heads(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        from xtuner.v1.model.hf_config import get_model_config_from_hf
+        from xtuner.v1.model.splits import split_problems
+
+        model = get_model_config_from_hf(self.model_path)
+        name = "rollout_config.tensor_parallel_size"
+        if problems := split_problems(model, self.tensor_parallel_size, sp_size=1, tp_name=name):
+            raise ValueError(" ".join(problems))
 
     def _changed(self, name: str) -> bool:
         return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
@@ -252,20 +275,27 @@ class RolloutConfig(XTunerConfig):
             )
 
     def build(self, launcher: "Launcher", tokenizer: Any, seed: int, device: str) -> "RolloutController":
-        """One engine a rank, not started yet. `seed` is the run's; `device` is "cuda" or "cpu".
+        """One engine every `tensor_parallel_size` ranks, not started yet. `seed` is the run's; `device` is "cuda" or
+        "cpu".
 
         Raises:
-            ValueError: an option that the engine cannot honour, or no usable model folder.
+            ValueError: workers that cannot be cut into engines, an option that the engine cannot honour, or no usable
+                model folder.
             RuntimeError: the engine cannot be used here.
         """
         from .controller import RolloutController
         from .worker import RolloutWorker
 
         config = self.resolve()
+        ranks = launcher.world_size
+        if problem := config.workers_problem(ranks):
+            raise ValueError(problem)
+        address = launcher.rendezvous() if config.tensor_parallel_size > 1 else None
         if idle := [name for name in _NO_EFFECT_IN_NATIVE if self._changed(name)]:
             get_logger().info(f"rollout_config: no effect with the native engine: {', '.join(idle)}.")
-        names = [f"rollout_{rank}" for rank in range(launcher.world_size)]
+        names = [f"rollout_{rank}" for rank in range(ranks)]
         handles = [
-            launcher.spawn_on(rank, name, RolloutWorker, config, rank, device) for rank, name in enumerate(names)
+            launcher.spawn_on(rank, name, RolloutWorker, config, rank, device, ranks, address)
+            for rank, name in enumerate(names)
         ]
         return RolloutController(config, handles, names, tokenizer, seed)

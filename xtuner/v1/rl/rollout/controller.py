@@ -38,6 +38,7 @@ class RolloutController:
         self._pool = ReplicaPool(
             worker_names,
             handles,
+            config.tensor_parallel_size,
             request_timeout=config.rollout_timeout,
             check_timeout=config.health_check_timeout_seconds,
             interval=config.health_check_interval_seconds,

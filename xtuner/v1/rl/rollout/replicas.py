@@ -52,6 +52,10 @@ class Replica:
     """Whether it gets requests."""
     lost: bool = False
     """Its process is gone."""
+    engine: int = 0
+    """Number of the engine that it is a rank of."""
+    serves: bool = True
+    """Whether requests of its engine go to it: the first rank's."""
     missed: int = 0
     """Health checks without an answer, in a row."""
     probe: asyncio.Task[bool] | None = None
@@ -65,13 +69,17 @@ class ReplicaPool:
         self,
         names: list[str],
         handles: list[Handle],
+        ranks_per_engine: int = 1,
         *,
         request_timeout: float,
         check_timeout: float,
         interval: float,
         threshold: int,
     ):
-        self.replicas = [Replica(name, handle) for name, handle in zip(names, handles, strict=True)]
+        self.replicas = [
+            Replica(name, handle, engine=i // ranks_per_engine, serves=i % ranks_per_engine == 0)
+            for i, (name, handle) in enumerate(zip(names, handles, strict=True))
+        ]
         self.last_error = ""
         self._request_timeout, self._check_timeout = request_timeout, check_timeout
         self._interval, self._threshold = interval, threshold
@@ -86,13 +94,14 @@ class ReplicaPool:
         Raises:
             RuntimeError: no worker is left.
         """
-        active = [r for r in self.replicas if r.active]
+        broken = {r.engine for r in self.replicas if not r.active}
+        active = [r for r in self.replicas if r.serves and r.engine not in broken]
         if not active:
             raise RuntimeError(
                 f"all {len(self.replicas)} rollout workers are out of service; last error: {self.last_error}"
             )
         kept = self._sessions.get(session_id) if session_id is not None else None
-        if kept is not None and kept.active and kept is not avoid:
+        if kept is not None and kept in active and kept is not avoid:
             choice = kept
         elif len(active) == 1:
             choice = active[0]
@@ -124,14 +133,15 @@ class ReplicaPool:
             raise
 
     def give_up(self, replica: Replica, error: str, lost: bool = False) -> None:
-        """No more requests for this worker; those in flight end now, to be tried elsewhere."""
+        """No more requests for this worker's engine; those in flight end now, to be tried elsewhere."""
         replica.lost |= lost
         if not replica.active:
             return
         replica.active, self.last_error = False, error
         get_logger().error(f"{replica.name} is out of service, its requests go to others: {error}")
-        for request in replica.in_flight:
-            request.end(WorkerLostError(f"{replica.name} was left out: {error}"))
+        for rank in self.replicas:
+            for request in rank.in_flight if rank.engine == replica.engine else ():
+                request.end(WorkerLostError(f"{replica.name} was left out: {error}"))
 
     async def probe(self, replica: Replica, why: str = "") -> bool:
         """Whether a worker can serve. One that says no is left out, for `why` if given; one that says yes is back.
@@ -195,5 +205,5 @@ class ReplicaPool:
             self._watch = None
 
     def __getstate__(self) -> dict[str, Any]:
-        replicas = [Replica(r.name, r.handle, r.active, r.lost) for r in self.replicas]
+        replicas = [Replica(r.name, r.handle, r.active, r.lost, r.engine, r.serves) for r in self.replicas]
         return self.__dict__ | {"replicas": replicas, "_sessions": OrderedDict(), "_watch": None}

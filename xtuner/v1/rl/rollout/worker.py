@@ -2,6 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch.distributed as dist
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.utils import get_logger
@@ -21,8 +24,12 @@ class RolloutWorker:
     controller because controllers are copied into other processes, and all of them must see the same.
     """
 
-    def __init__(self, config: RolloutConfig, rank: int, device: str):
+    def __init__(
+        self, config: RolloutConfig, rank: int, device: str, num_ranks: int = 1, address: tuple[str, int] | None = None
+    ):
+        """address: where all `num_ranks` ranks meet if engines have several and no process group is there yet."""
         self.config, self.rank, self.device = config, rank, device
+        self._num_ranks, self._address, self._owns_group = num_ranks, address, False
         self._engine: RolloutEngine | None = None
         self._paused = False
         self._version = -1
@@ -30,7 +37,7 @@ class RolloutWorker:
 
     def build_engine(self) -> RolloutEngine:
         """The engine that the configuration names."""
-        from .backends.native import NativeEngine
+        from .backends.native import NativeEngine, TensorParallelEngine
 
         config = self.config
         assert config.context_length is not None and config.rollout_max_batch_size_per_instance is not None
@@ -40,7 +47,9 @@ class RolloutWorker:
                 f"rollout engine native: {config.model_path} on {self.device} in {dtype}, context "
                 f"{config.context_length}, up to {config.rollout_max_batch_size_per_instance} sequences at once."
             )
-        return NativeEngine(
+        size = config.tensor_parallel_size
+        engine = NativeEngine if size == 1 else partial(TensorParallelEngine, num_ranks=size)
+        return engine(
             config.model_path,
             device=self.device,
             dtype=dtype,
@@ -59,6 +68,13 @@ class RolloutWorker:
         return self._engine
 
     async def start(self) -> None:
+        if self._address is not None and not dist.is_initialized():
+            host, port = self._address
+            backend = "gloo" if self.device == "cpu" else "nccl"
+            dist.init_process_group(
+                backend, init_method=f"tcp://{host}:{port}", rank=self.rank, world_size=self._num_ranks
+            )
+            self._owns_group = True
         self._engine = self.build_engine()
         await self._engine.start()
         self._version = -1 if self.config.skip_load_weights else 0
@@ -118,3 +134,6 @@ class RolloutWorker:
         return self.engine.memory_to_wake() if isinstance(self.engine, StaysAwake) else None
 
             self._engine = None
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False

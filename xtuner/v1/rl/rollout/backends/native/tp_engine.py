@@ -1,0 +1,353 @@
+"""One engine on several ranks of a machine: the first one decides, the others do the same steps."""
+
+import asyncio
+import threading
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
+from xtuner.v1.model.config import TransformerConfig
+from xtuner.v1.model.splits import split_problems
+from xtuner.v1.utils import get_logger
+
+from ..base import GenerateOutput, GenerateRequest, MemoryTag
+from .engine import NativeEngine
+from .requests import make_sequence
+from .scheduler import Sequence
+from .tp_channel import Channel, Message
+from .tp_model import CutDecoder
+from .tp_weights import CutReceiver, CutWeights
+
+_COLLECTIVE_S = 300.0
+"""Longest wait for another rank inside a step; the first steps compile kernels."""
+_MEET_S = 300.0
+_ADDRESS_BYTES = 256
+_MESHES = count()
+
+
+class TensorParallelEngine(NativeEngine):
+    """One rank of an engine. All ranks hold the same scheduler, and a part of every layer and of the cache each.
+
+    What happens to an engine (requests come, go, are aborted; a step is made) happens on the first rank, which tells
+    the others, in order. As a step depends on nothing else, all ranks admit, draw and end the same sequences. `start`,
+    `sleep`, `wake`, `update_weights`, `abort` and `stop` are called on every rank, `generate` on the first one.
+    """
+
+    def __init__(self, model_path: str | Path, *, num_ranks: int, **options: Any) -> None:
+        """`num_ranks` neighbouring ranks of the process group are an engine. options: those of `NativeEngine`."""
+        super().__init__(model_path, **options)
+        self.num_ranks = num_ranks
+        self._channel: Channel | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._events: list[list[Any]] = []
+        """What has happened since the last message."""
+        self._inbox: deque[tuple[Channel, Message]] = deque()
+        self._meeting: str | None = None
+        """The call that the first rank made, and that is to be made here before its next message is read."""
+        self._called = asyncio.Event()
+
+    @property
+    def _leads(self) -> bool:
+        return self._channel is not None and self._channel.rank == 0
+
+    @property
+    def _broken(self) -> bool:
+        """Whether the ranks go separate ways: each may still sleep and stop, and none serves before a new start."""
+        return "failure" in self._obstacle or self._channel is None
+
+    # ---- life, called on every rank ----
+
+    async def start(self) -> None:
+        self._refuse_in_flight("start")
+        self._part()
+        self._obstacle = {"start": "the engine was not started."}
+        self._join()
+        try:
+            await super().start()
+            self._receiver = CutReceiver(self._model)
+            if self.device.type != "cuda":
+                self._weights = CutWeights(self._model)
+        except BaseException as error:
+            self._end_for(f"it could not start: {type(error).__name__}: {error}")
+            raise
+
+    async def stop(self) -> None:
+        if "start" in self._obstacle:
+            return self._part()
+        if self._leads:
+            self._end_all("abort")
+        try:
+            await self._meet("stop")
+        except TimeoutError as error:
+            self._end_for(str(error))
+        await super().stop()
+        self._part()
+
+    async def sleep(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
+        async with self._together("sleep"):
+            await super().sleep(tags)
+
+    async def wake(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
+        async with self._together("wake"):
+            await super().wake(tags)
+
+    async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        async with self._together("update_weights"):
+            await super().update_weights(buckets, version)
+
+    async def reset_prefix_cache(self) -> None:
+        async with self._together("reset_prefix_cache"):
+            await super().reset_prefix_cache()
+
+    async def abort(self) -> None:
+        if self._leads:
+            await super().abort()
+            if not self._broken:
+                self._tell({})
+
+    # ---- requests, on the first rank ----
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        if self._channel is not None and not self._leads:
+            return self._refusal(request, "this rank follows the first rank of its engine, which takes the requests.")
+        return await super().generate(request)
+
+    def _enter(self, sequence: Sequence, future: asyncio.Future[GenerateOutput]) -> None:
+        if self._leads:
+            request = sequence.request
+            self._events.append(
+                ["enter", request.request_id, request.prompt_ids, request.params.model_dump(), request.seed]
+            )
+        super()._enter(sequence, future)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._leads and sequence in self._futures:
+            self._events.append(["forget", list(self._futures).index(sequence)])
+        super()._forget(sequence)
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        if self._leads and self._futures:
+            self._events.append(["end", reason, error])
+        super()._end_all(reason, error)
+
+    def step(self) -> None:
+        assert self._channel is not None
+        if self._leads:
+            self._tell({"step": self._standing()})
+        try:
+            super().step()
+        except FloatingPointError as error:  # on all ranks
+            self._channel.fail(f"{type(error).__name__}: {error}")
+            raise
+        except Exception as error:
+            self._channel.fail(f"{type(error).__name__}: {error}")
+            self._channel.wait_lost(1.0)
+            self._raise_if_lost(error)
+            raise
+        self._raise_if_lost(None)
+
+    def _raise_if_lost(self, cause: Exception | None) -> None:
+        if self._channel is not None and (lost := self._channel.lost):
+            raise RuntimeError(lost) from cause
+
+    def _standing(self) -> list[int]:
+        """Differs between ranks that have not drawn the same tokens for the same sequences."""
+        scheduler = self._scheduler
+        drawn = zlib.crc32(scheduler.last_tokens().tobytes(), zlib.crc32(scheduler.rows()["length"].tobytes()))
+        return [len(scheduler.waiting), len(scheduler.running), drawn]
+
+    # ---- what the first rank tells ----
+
+    def _tell(self, message: Message, last: bool = False) -> None:
+        assert self._channel is not None
+        events, self._events = self._events, []
+        if message or events:
+            self._channel.send(message | {"events": events}, last)
+
+    @asynccontextmanager
+    async def _together(self, what: str) -> AsyncIterator[None]:
+        """Around a call that is made on all ranks: each makes it between the same two steps."""
+        await self._meet(what)
+        try:
+            yield
+        finally:
+            self._meeting = None
+            self._read_inbox()
+
+    async def _meet(self, what: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._channel is not None and self._channel.lost is not None:
+            self._end_without(self._channel, self._channel.lost)
+        if self._leads and not self._broken:
+            with suppress(RuntimeError):  # a rank that is lost: `_on_lost` sees to it
+                self._tell({"meet": what}, last=what == "stop")
+            return
+        self._read_inbox()
+        while self._meeting is None and not self._broken:
+            self._called.clear()
+            try:
+                await asyncio.wait_for(self._called.wait(), _MEET_S)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{what}: the first rank of this engine was not told to do so within {_MEET_S:g} s."
+                ) from None
+        if self._meeting not in (None, what):
+            raise RuntimeError(f"the first rank of this engine was told to {self._meeting}, this one to {what}.")
+
+    def _receive(self, channel: Channel, message: Message) -> None:
+        """On a thread of the channel."""
+        self._inbox.append((channel, message))
+        self._on_loop(self._read_inbox)
+
+    def _read_inbox(self) -> None:
+        while self._inbox and self._meeting is None:
+            channel, message = self._inbox.popleft()
+            if channel is not self._channel or self._broken:
+                continue
+            try:
+                for kind, *values in message["events"]:
+                    self._follow(kind, values)
+                if "step" in message:
+                    self._follow_step(message["step"])
+            except Exception as error:
+                get_logger().exception("native engine: this rank cannot follow the first one any further")
+                self._end_for(f"{type(error).__name__}: {error}")
+                return
+            if "meet" in message:
+                self._meeting = message["meet"]
+                self._called.set()
+
+    def _follow(self, kind: str, values: list[Any]) -> None:
+        if kind == "enter":
+            request_id, prompt_ids, params, seed = values
+            request = GenerateRequest(request_id, prompt_ids, SampleParams(**params), seed)
+            future = asyncio.get_running_loop().create_future()
+            self._enter(make_sequence(request, self._limits), future)
+        elif kind == "forget":
+            self._forget(list(self._futures)[values[0]])
+        else:
+            reason, error = values
+            self._end_all(reason, error)
+
+    def _follow_step(self, theirs: list[int]) -> None:
+        ours = self._standing()
+        if ours != theirs:
+            raise RuntimeError(
+                f"this rank has [waiting, running, checksum of tokens] {ours}, the first rank of its engine {theirs}: "
+                "they did not draw the same tokens."
+            )
+        self.step()
+
+    # ---- the ranks ----
+
+    def _join(self) -> None:
+        """Find the other ranks; on all ranks of the process group at once."""
+        world, size = dist.get_world_size(), self.num_ranks
+        if world % size:
+            raise ValueError(f"engines of {size} ranks each do not fit {world} ranks; use a multiple of {size}.")
+        timeout = timedelta(seconds=_COLLECTIVE_S)
+        for first in range(0, world, size):
+            group = dist.new_group(list(range(first, first + size)), timeout=timeout)
+            if first <= dist.get_rank() < first + size:
+                self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel = Channel(dist.get_rank() % size, size)
+        channel.connect(self._from_first)
+        channel.watch(partial(self._receive, channel), partial(self._on_lost, channel))
+
+    def _part(self) -> None:
+        """Leave the other ranks."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        for name in ("_model", "_runner", "_cache", "_weights", "_receiver"):
+            self.__dict__.pop(name, None)  # captured graphs keep NCCL's group from ending
+        self._leave_group()
+        self._events.clear()
+        self._inbox.clear()
+        self._meeting = None
+
+    def _from_first(self, data: bytes) -> bytes:
+        """The bytes of the first rank, at most 255 of them."""
+        sent = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+        sent[0] = len(data)
+        sent[1 : len(data) + 1] = torch.tensor(list(data), dtype=torch.uint8)
+        sent = sent.to(self.device)
+        dist.broadcast(sent, group=self._group, group_src=0)
+        size, *received = sent.tolist()
+        return bytes(received[:size])
+
+    def _end_for(self, reason: str) -> None:
+        """This rank can go on no further: neither can its neighbours."""
+        if self._channel is not None:
+            self._channel.fail(reason)
+        self._obstacle.setdefault("failure", reason)
+        self._end_all("error", reason)
+        self._called.set()
+        self._abort_collectives()
+        if self.device.type == "cpu":
+            self._leave_group()
+
+    def _on_lost(self, channel: Channel, reason: str) -> None:
+        """On a thread of the channel."""
+        if channel is self._channel:
+            self._abort_collectives()  # the loop may wait in one
+            self._on_loop(self._end_without, channel, reason)
+
+    def _end_without(self, channel: Channel, reason: str) -> None:
+        if channel is not self._channel or self._broken:
+            return
+        get_logger().error(f"native engine: {reason}")
+        self._obstacle["failure"] = reason
+        self._end_all("error", reason)
+        self._called.set()
+
+    def _abort_collectives(self) -> None:
+        """Let whoever waits for this rank, or on it, wait no longer: NCCL's by this, gloo's when the group is left."""
+        if self._group is not None and self.device.type == "cuda":
+            # It returns only when the last captured graph is gone.
+            threading.Thread(target=self._group.abort, name="engine-abort", daemon=True).start()
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(Exception):  # one that was aborted may be gone already
+                dist.destroy_process_group(group)
+
+    def _on_loop(self, function: Any, *args: Any) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # a loop that is closed: the next call on another one looks by itself
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # ---- parts ----
+
+    def _build_model(self, config: TransformerConfig) -> CutDecoder:
+        if problems := split_problems(config, self.num_ranks, sp_size=1, tp_name="tensor_parallel_size"):
+            raise ValueError(" ".join(problems))
+        assert self._group is not None
+        # DTensor takes meshes of equal names and ranks for one another, also when the group of one has ended.
+        name = f"engine.{next(_MESHES)}"
+        mesh = DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=(name,))
+        with torch.device("meta"):
+            model = CutDecoder(config, self.dtype, mesh)
+        return model if self.device.type == "cuda" else model.to_empty(device=self.device)
+
+    def _gpu_cache_bytes(self) -> int:
+        """What all ranks can spare."""
+        least: Tensor = torch.tensor(super()._gpu_cache_bytes(), device=self.device)
+        if not self._broken:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        return int(least)

@@ -1,0 +1,65 @@
+"""Weights of a model that is cut over ranks: each copies its part of what every rank is given whole."""
+
+import torch
+from torch import Tensor
+
+from xtuner.v1.data_proto import WeightBucket
+from xtuner.v1.engine.placement import local_part
+from xtuner.v1.model.blocks import gather_whole
+from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.model.hf import load_hf_tensor
+from xtuner.v1.rl.weight_update.inventory import Inventory
+
+from .weights import WeightReceiver, rounded
+
+
+class CutWeights:
+    """Gives up the memory of a cut model's parameters, in host memory, and takes it again."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._storages = [local_part(param.detach()).untyped_storage() for param in model.parameters()]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take it again, with any content."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+
+
+class CutReceiver(WeightReceiver):
+    """Copies updates into a cut model; all its ranks get the same ones."""
+
+    def _expected(self) -> Inventory:
+        return _CutInventory(self._model)
+
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]], bucket: WeightBucket) -> None:
+        model = self._model
+        for name, tensor in bucket.tensors.items():
+            if name in model.hf_params:
+                dtype = model.get_parameter(model.hf_params[name].param).dtype
+                load_hf_tensor(model, name, rounded(tensor, bucket.dtype, dtype))
+
+
+class _CutInventory(Inventory):
+    def __init__(self, model: DecoderModel) -> None:
+        self._model, shapes = model, {}
+        for name, place in model.hf_params.items():
+            param = model.get_parameter(place.param)
+            shape = (place.end - place.start, *param.shape[1:])
+            shapes[name] = torch.empty(shape, dtype=param.dtype, device="meta")
+        super().__init__(shapes)
+
+    def _values(self, names: list[str]) -> list[Tensor]:
+        """Collective: the parts of all ranks, put together."""
+        values = []
+        for name in names:
+            place = self._model.hf_params[name]
+            param = self._model.get_parameter(place.param).detach()
+            whole = gather_whole(param, self._model.row_orders.get(place.param))
+            values.append(whole[place.start : place.end])
+        return values
