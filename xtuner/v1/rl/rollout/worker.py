@@ -112,6 +112,11 @@ class RolloutWorker:
         await self.engine.update_weights(buckets, version)
         self._version = version
 
+    def memory_to_wake(self) -> int | None:
+        """Bytes of device memory that waking the engine's cache takes; None if the engine has to sleep while others use
+        the device."""
+        return self.engine.memory_to_wake() if isinstance(self.engine, StaysAwake) else None
+
     async def weight_version(self) -> int:
         """Of the weights it serves: 0 initial, else that of the last update; -1 for none."""
         return self._version
@@ -128,11 +133,6 @@ class RolloutWorker:
     async def stop(self) -> None:
         if self._engine is not None:
             await self._engine.stop()
-    def memory_to_wake(self) -> int | None:
-        """Bytes of device memory that waking the engine's cache takes; None if the engine has to sleep while others use
-        the device."""
-        return self.engine.memory_to_wake() if isinstance(self.engine, StaysAwake) else None
-
             self._engine = None
         if self._owns_group:
             dist.destroy_process_group()

@@ -320,6 +320,8 @@ class NativeEngine:
 
     def _set_cache_budget(self) -> None:
         budget = self._gpu_cache_bytes() if self.device.type == "cuda" else self._cpu_cache_bytes
+        if self.device.type == "cuda":
+            budget = min(budget, self._most_cache_bytes())
         self._cache.set_budget(budget)
         wanted, possible = self._cache.max_length, self._cache.longest_sequence
         if possible < min(wanted, PAGE // 2):
@@ -334,8 +336,33 @@ class NativeEngine:
             )
         self._limits.context_length = min(wanted, possible)
 
+    def memory_to_wake(self) -> int | None:
+        """See `StaysAwake`."""
+        if self.device.type != "cuda" or self.num_ranks > 1 or self._obstacle.keys() & {"start", "failure"}:
+            return None
+        most = self._most_cache_bytes()
+        return most if most <= self._cache_room()[0] else None
+
+    def _most_cache_bytes(self) -> int:
+        """Of pages for all sequences at once at full length. Taking more, and giving it back, costs milliseconds a GB."""
+        assert isinstance(self._cache, PagedCache)
+        return self._cache.tables.size * PAGE * self._cache.row_bytes
+
     def _gpu_cache_bytes(self) -> int:
-        """What the cache may take of the card's memory, beside what is in use now and the work of a step."""
+        """`_cache_room`, if there is any."""
+        budget, in_use, work = self._cache_room()
+        if budget <= 0:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            raise RuntimeError(
+                f"no memory is left for the cache: gpu_memory_utilization={self._gpu_memory_utilization} of "
+                f"{total} bytes, {in_use} in use (weights included), {work} for one step. Raise "
+                "gpu_memory_utilization or free memory."
+            )
+        return budget
+
+    def _cache_room(self) -> tuple[int, int, int]:
+        """Bytes that the cache may take of the card's memory, beside those in use now, and those of the work of a step;
+        these two too."""
         free, total = torch.cuda.mem_get_info(self.device)
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         in_use = total - free - idle - self._cache.num_bytes
@@ -343,14 +370,7 @@ class NativeEngine:
         logits = 4 * 4 * self._max_batch_size * config.vocab_size
         widest = 8 * config.hidden_size + config.mlp_values
         work = logits + widest * self._max_prefill_rows * self.dtype.itemsize
-        budget = int(self._gpu_memory_utilization * total) - in_use - work
-        if budget <= 0:
-            raise RuntimeError(
-                f"no memory is left for the cache: gpu_memory_utilization={self._gpu_memory_utilization} of "
-                f"{total} bytes, {in_use} in use (weights included), {work} for one step. Raise "
-                "gpu_memory_utilization or free memory."
-            )
-        return budget
+        return int(self._gpu_memory_utilization * total) - in_use - work, in_use, work
 
     def _decode_text(self, ids: list[int]) -> str:
         if self._tokenizer is None:
