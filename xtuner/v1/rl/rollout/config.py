@@ -27,7 +27,6 @@ _NOT_IN_NATIVE = {
     "enable_chunked_prefill": "prompts are prefilled whole",
     "enable_float8": "it computes in `dtype`",
     "enable_prefix_caching": "siblings share their prompt by themselves, nothing is kept across steps",
-    "enable_return_routed_experts": "it serves dense models",
     "enable_proxy": "it opens no port",
     "api_key": "it opens no port",
     "max_prefill_token_num": "prefill is bounded by the cache",
@@ -112,7 +111,8 @@ class RolloutConfig(XTunerConfig):
     skip_load_weights: bool = False
     """Start with empty weights; the trainer pushes its own before the first request."""
     enable_return_routed_experts: bool = False
-    """Return the experts of every token (MoE)."""
+    """Routing replay (mixtures of experts): return the experts of every token, which training then uses in place of
+    its routers' own choice; see docs/experts.md."""
     launch_server_method: Literal["ray", "multiprocessing"] = "ray"
     """How a server process is started."""
     rollout_timeout: float = Field(1200.0, gt=0)
@@ -228,6 +228,7 @@ class RolloutConfig(XTunerConfig):
             raise ValueError(
                 f"rollout_config.model_path={str(self.model_path)!r} holds no config.json; give a Hugging Face folder."
             )
+        self._check_experts()
         longest = json.loads(config_file.read_text(encoding="utf-8")).get("max_position_embeddings")
         context = self.context_length or longest
         if context is None:
@@ -257,6 +258,18 @@ class RolloutConfig(XTunerConfig):
         name = "rollout_config.tensor_parallel_size"
         if problems := split_problems(model, self.tensor_parallel_size, sp_size=1, tp_name=name):
             raise ValueError(" ".join(problems))
+
+    def _check_experts(self) -> None:
+        if not self.enable_return_routed_experts:
+            return
+        from xtuner.v1.model.hf_config import get_model_config_from_hf
+
+        model = get_model_config_from_hf(self.model_path)
+        if model.routing_shape is None:
+            raise ValueError(
+                f"rollout_config.enable_return_routed_experts=True: {self.model_path}/config.json has model_type="
+                f"{model.model_type!r}, which has no experts; leave it out."
+            )
 
     def _changed(self, name: str) -> bool:
         return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default

@@ -58,6 +58,7 @@ class RolloutWorker:
             gpu_memory_utilization=config.gpu_memory_utilization,
             cpu_cache_bytes=config.cpu_cache_bytes,
             load_weights=not config.skip_load_weights,
+            return_routed_experts=config.enable_return_routed_experts,
             deterministic=config.deterministic,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from xtuner.v1.data_proto import FinishReason, WeightBucket
@@ -48,6 +49,7 @@ class NativeEngine:
         max_prefill_rows: int = 8192,
         cpu_kernels: bool = True,
         deterministic: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         """Nothing is read or allocated before `start`.
 
@@ -55,7 +57,7 @@ class NativeEngine:
         what `gpu_memory_utilization` of the card's memory leaves, on other devices at most `cpu_cache_bytes`.
         load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a forward.
         cpu_kernels False: torch's operations also where kernels of our own are faster. deterministic: exact mode, see
-        docs/rollout.md.
+        docs/rollout.md. return_routed_experts: keep the experts of every token, for requests that want them.
         """
         if max_batch_size < 1 or max_prefill_rows < 1:
             raise ValueError(
@@ -70,6 +72,7 @@ class NativeEngine:
         self._gpu_memory_utilization, self._cpu_cache_bytes = gpu_memory_utilization, cpu_cache_bytes
         self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
         self._cpu_kernels, self._deterministic = cpu_kernels, deterministic
+        self._return_routed_experts = return_routed_experts
         self.preemptions = 0
         """How often a sequence, or a prompt on its way in, had to give its room to others."""
         self._scheduler = Scheduler(max_batch_size)
@@ -94,6 +97,11 @@ class NativeEngine:
         eos_ids = read_eos_ids(self.model_path)
         if bad := [i for i in eos_ids if not 0 <= i < config.vocab_size]:
             raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
+        if self._return_routed_experts and config.routing_shape is None:
+            raise ValueError(
+                f"return_routed_experts=True: {self.model_path} holds a model_type={config.model_type!r}, which has no "
+                "experts; leave it out."
+            )
         on_cuda = self.device.type == "cuda"
         self._model = self._build_model(config).requires_grad_(False).eval()
         if self._deterministic:
@@ -135,7 +143,8 @@ class NativeEngine:
             lay_out_by_input(model)
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
-        return PagedRunner(model, PagedCache(*sizes, slots, context, slack=MAX_STEPS))
+        experts = config.routing_shape[:2] if self._return_routed_experts and config.routing_shape else None
+        return PagedRunner(model, PagedCache(*sizes, slots, context, MAX_STEPS, experts))
 
     async def stop(self) -> None:
         if "start" in self._obstacle:  # not started, or stopped already
@@ -272,8 +281,22 @@ class NativeEngine:
             steps = 1
         return steps
 
-    def _release(self, slots: list[int]) -> list[Sequence]:
+    def _release(self, slots: list[int], readable: bool = True) -> list[Sequence]:
+        """Take sequences out of their slots; `readable`: the cache can still be read."""
+        if self._return_routed_experts and readable:
+            self._keep_experts(slots)
         return self._scheduler.release(slots, self._cache)
+
+    def _keep_experts(self, slots: list[int]) -> None:
+        assert isinstance(self._cache, PagedCache)
+        running = self._scheduler.running
+        # The last token has not been through the model.
+        lengths = (self._scheduler.rows()["length"][slots] - 1).tolist()
+        for slot, found in zip(slots, self._cache.experts_of(slots, lengths), strict=True):
+            # A sequence that came back after it had to make room went through the model again, maybe through others:
+            # those that its tokens were drawn with count.
+            known = running[slot].routed_experts
+            running[slot].routed_experts = found if known is None else np.concatenate((known, found[len(known) :]))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         future = self._futures.pop(sequence)
@@ -283,6 +306,7 @@ class NativeEngine:
         output = GenerateOutput(
             request.request_id, sequence.token_ids, sequence.logprobs,
             [self.version] * len(sequence.token_ids), reason, _stage(request), error,
+            routed_experts=sequence.routed_experts if request.params.return_routed_experts else None,
         )  # fmt: skip
         future.set_result(output)
 
@@ -290,7 +314,7 @@ class NativeEngine:
         scheduler = self._scheduler
         if scheduler.filling is not None:
             scheduler.put_back(self._cache)
-        sequences = self._release(list(range(len(scheduler.running))))
+        sequences = self._release(list(range(len(scheduler.running))), readable=reason != "error")
         sequences += scheduler.waiting
         scheduler.waiting.clear()
         for sequence in sequences:

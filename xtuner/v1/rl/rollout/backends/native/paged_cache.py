@@ -1,5 +1,6 @@
 """Keys and values in pages that sequences may share, and that stay for later ones that begin alike."""
 
+import math
 from collections import OrderedDict
 from hashlib import blake2b
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtuner.v1.ops.expert_pages import read_experts
 from xtuner.v1.utils.stable_memory import StableMemory
 
 from .cache import Cache, Prompt
@@ -23,7 +25,8 @@ class PagedCache(Cache):
     A full page is known by the hash of its ids and of the page before it. It keeps that name when its last reader
     goes, and serves the next prompt that begins so, until the memory is needed: first what was not read for longest.
 
-    A page has the rows of all layers: keys [Hkv, PAGE, D] and values [Hkv, PAGE, Dv] of the first, then of the next.
+    A page has the rows of all layers: keys [Hkv, PAGE, D] and values [Hkv, PAGE, Dv] of the first, then of the next,
+    and at the end, if they are wanted, the experts int16 [PAGE, L, K] of L layers with some.
     So the address of a layer's keys does not depend on how many pages there are, and a page is copied in one piece.
     On CUDA the memory comes and goes at the same addresses, which captured graphs keep.
     """
@@ -41,12 +44,17 @@ class PagedCache(Cache):
         max_slots: int,
         max_length: int,
         slack: int = 0,
+        experts: tuple[int, int] | None = None,
     ) -> None:
-        """max_length: tokens of the longest sequence; slack: how many may be written beyond them, in vain."""
+        """max_length: tokens of the longest sequence; slack: how many may be written beyond them, in vain; experts:
+        (L, K), if they are to be kept."""
         self.device, self.dtype, self._slack = device, dtype, slack
         self.num_heads, self._key_dim, self._value_dim = num_kv_heads, key_dim, value_dim
         self._layer_elements = num_kv_heads * PAGE * (key_dim + value_dim)
-        self._page_elements = num_layers * self._layer_elements
+        self._expert_start = num_layers * self._layer_elements
+        self.experts_shape = experts
+        expert_bytes = 2 * PAGE * math.prod(experts) if experts else 0
+        self._page_elements = self._expert_start + expert_bytes // dtype.itemsize
         super().__init__(self._page_elements * dtype.itemsize // PAGE, max_slots, max_length)
         self.tables = np.zeros((max_slots, pages_of(max_length + slack)), np.int32)
         self.counts = np.zeros(max_slots, np.int64)
@@ -122,6 +130,24 @@ class PagedCache(Cache):
     def _part(self, start: int, dim: int) -> Tensor:
         assert self._pool is not None, "the cache is asleep"
         return self._pool[:, start : start + self.num_heads * PAGE * dim].unflatten(1, (self.num_heads, PAGE, dim))
+
+    def experts(self) -> Tensor:
+        """int16 [N, PAGE, L * K], a view."""
+        assert self._pool is not None and self.experts_shape is not None, "the cache is asleep, or keeps no experts"
+        return self._pool[:, self._expert_start :].view(torch.int16).unflatten(1, (PAGE, -1))
+
+    @torch.inference_mode()
+    def experts_of(self, slots: list[int], lengths: list[int]) -> list[np.ndarray]:
+        """int16 [length, L, K] of the first tokens of running sequences, in one copy from the device."""
+        if not slots:
+            return []
+        assert self.experts_shape is not None
+        at = [np.arange(length) for length in lengths]
+        places = [
+            self.tables[slot, a // PAGE].astype(np.int64) * PAGE + a % PAGE for slot, a in zip(slots, at, strict=True)
+        ]
+        rows = read_experts(self.experts(), torch.from_numpy(np.concatenate(places)).to(self.device)).cpu().numpy()
+        return np.split(rows.reshape(-1, *self.experts_shape), np.cumsum(lengths)[:-1])
 
     # ---- prompts ----
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.ops.attention import AttentionContext, PackedAttention
+from xtuner.v1.model.moe_model import MoEModel
+from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.exact import exact_attend_rows, exact_packed_attention, exact_paged_attention
+from xtuner.v1.ops.expert_pages import store_experts
 from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, paged_attention, store_rows
 
 from .cache import Prompt
@@ -32,7 +34,7 @@ class PagedPrefill:
 
     def __init__(self, cache: PagedCache, layout: SegmentLayout, places: Tensor, exact: bool) -> None:
         """places int64 [T]: where each row goes, page * PAGE + offset."""
-        self._cache, self._places = cache, places
+        self._cache, self.places = cache, places
         self._packed = (exact_packed_attention if exact else PackedAttention)(layout, cache.device)
 
     def attend(
@@ -40,7 +42,7 @@ class PagedPrefill:
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `AttentionContext`."""
-        store_rows(k, v, self._cache.keys(layer), self._cache.values(layer), self._places)
+        store_rows(k, v, self._cache.keys(layer), self._cache.values(layer), self.places)
         return self._packed.attend(layer, q, k, v, scale, window, sinks)
 
 
@@ -49,7 +51,7 @@ class PagedChunks:
 
     def __init__(self, cache: PagedCache, rows: PagedRows, places: Tensor, exact: bool) -> None:
         """places int64 [T]: where each row goes, page * PAGE + offset; negative: it is there."""
-        self._cache, self._rows, self._places = cache, rows, places
+        self._cache, self._rows, self.places = cache, rows, places
         self._attend = exact_attend_rows if exact else attend_rows
 
     def attend(
@@ -58,7 +60,7 @@ class PagedChunks:
     ) -> Tensor:  # fmt: skip
         """See `AttentionContext`."""
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        store_rows(k, v, keys, values, self._places)
+        store_rows(k, v, keys, values, self.places)
         return self._attend(q, keys, values, self._rows, scale, window, sinks)
 
 
@@ -74,7 +76,7 @@ class PagedDecode:
         self._attend = exact_paged_attention if exact else paged_attention
         last = (lengths - 1).clamp(min=0).long()
         page = tables.gather(1, (last // PAGE)[:, None])[:, 0].long()
-        self._places = torch.where(lengths > 0, page * PAGE + last % PAGE, -1)
+        self.places = torch.where(lengths > 0, page * PAGE + last % PAGE, -1)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
@@ -82,10 +84,14 @@ class PagedDecode:
     ) -> Tensor:  # fmt: skip
         """See `AttentionContext`."""
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        store_rows(k, v, keys, values, self._places)
+        store_rows(k, v, keys, values, self.places)
         return self._attend(
             q, keys, values, self._tables, self._lengths, scale, self._splits, window, sinks, self._shared
         )
+
+
+PagedContext = PagedPrefill | PagedChunks | PagedDecode
+"""`places` int64 [T]: where the rows of a forward go, page * PAGE + offset; negative: nowhere."""
 
 
 class SlotState:
@@ -178,7 +184,7 @@ class PagedRunner:
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
         self.cache.hold()
         ids, positions = (np.concatenate(parts) for parts in zip(*map(_rows, prompts), strict=True))
-        hidden = self.model.hidden_states(self._put(ids), self._put(positions), self._prefill_attention(prompts))
+        hidden = self._hidden_states(self._put(ids), self._put(positions), self._prefill_attention(prompts))
         self.cache.copy(_sibling_copies(prompts))
         self.prefilled_rows += ids.size
         complete = np.array([prompt.complete for prompt in prompts])
@@ -191,7 +197,7 @@ class PagedRunner:
         self._stale = True
         return draw(scheduler, np.arange(first_slot, len(scheduler.running)), logits)
 
-    def _prefill_attention(self, prompts: list[Prompt]) -> AttentionContext:
+    def _prefill_attention(self, prompts: list[Prompt]) -> PagedContext:
         places = self._put(np.concatenate([_places(prompt) for prompt in prompts]))
         lengths = [prompt.end - prompt.begin for prompt in prompts]
         if all(prompt.begin == 0 for prompt in prompts):
@@ -276,7 +282,17 @@ class PagedRunner:
         splits = _splits(size * self.cache.num_heads)
         context = PagedDecode(self.cache, state.tables[:size], lengths, splits, shared, self.model.exact)
         positions = (lengths - 1).clamp(min=0).long()
-        return self.model.logits(self.model.hidden_states(state.tokens[:size], positions, context))
+        return self.model.logits(self._hidden_states(state.tokens[:size], positions, context))
+
+    def _hidden_states(self, ids: Tensor, positions: Tensor, context: PagedContext) -> Tensor:
+        """Of rows int64 [T]. Their experts go where their keys and values go, if the cache keeps them."""
+        if self.cache.experts_shape is None:
+            return self.model.hidden_states(ids, positions, context)
+        assert isinstance(self.model, MoEModel)
+        chosen: list[Tensor] = []
+        hidden = self.model.hidden_states(ids, positions, context, chosen=chosen)
+        store_experts(torch.cat(chosen, 1), self.cache.experts(), context.places)
+        return hidden
 
     def _give_logits(self, size: int, sharing: bool) -> None:
         assert self._logits is not None

@@ -44,6 +44,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     """Response so far; filled when the sequence leaves its slot."""
     logprobs: list[float] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
+    """int16 [P + R - 1, L, K], if the engine keeps them; filled when the sequence leaves its slot."""
 
     @property
     def length(self) -> int:
