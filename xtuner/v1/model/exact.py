@@ -8,6 +8,7 @@ from xtuner.v1.ops.exact import exact_linear
 from .config import MHAConfig, TransformerConfig
 from .dense import DecoderModel
 from .lora import LoRALinear
+from .moe import Experts, Router, StackedLinear
 from .moe_config import MoEModelConfig
 
 
@@ -26,7 +27,7 @@ def make_exact(model: DecoderModel) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = ExactLinear
-        elif isinstance(module, LoRALinear):
+        elif isinstance(module, LoRALinear | Router | StackedLinear | Experts):
             module.exact = True
     model.exact = True
 
@@ -35,8 +36,8 @@ def exact_problems(config: TransformerConfig, device_type: str, dtype: torch.dty
     """Why a model cannot be exact on "cuda" or "cpu" in this type; empty if it can."""
     kind, attention = config.model_type, config.attention
     problems = []
-    if isinstance(config, MoEModelConfig):
-        problems.append(f"{kind} models have experts, whose grouped products are not exact yet")
+    if isinstance(config, MoEModelConfig) and (config.experts_are_stacked or config.router.bias):
+        problems.append(f"{kind} models have transposed experts or biased routers, which are not exact yet")
     if not isinstance(attention, MHAConfig):
         problems.append(f"{kind} models have latent attention, which is not exact yet")
         return problems
@@ -47,8 +48,9 @@ def exact_problems(config: TransformerConfig, device_type: str, dtype: torch.dty
     dim = attention.head_dim
     if dim & (dim - 1) or not 16 <= dim <= 256:
         problems.append(f"attention.head_dim={dim} is none of 16, 32, 64, 128 and 256")
-    if config.hidden_size % 8 or getattr(config, "intermediate_size", 8) % 8:
-        problems.append("hidden_size and intermediate_size must be multiples of 8")
+    widths = {name: getattr(config, name, 8) for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")}
+    if odd := [f"{name}={width}" for name, width in widths.items() if width % 8]:
+        problems.append(f"{', '.join(odd)}: not a multiple of 8")
     if dtype not in (torch.bfloat16, torch.float16):
         problems.append(f"the type of compute is {dtype}: exact products on CUDA are of bfloat16 or float16")
     return problems

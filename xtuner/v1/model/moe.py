@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from xtuner.v1.ops.clamped_swiglu import clamped_swiglu
+from xtuner.v1.ops.exact_experts import (
+    exact_combine_tokens,
+    exact_grouped_mm,
+    exact_router_logits,
+    exact_shares,
+)
 from xtuner.v1.ops.expert_exchange import compute_on_owners
 from xtuner.v1.ops.expert_order import ExpertOrder, combine_tokens, spread_tokens
 from xtuner.v1.ops.grouped_mm import grouped_mm
@@ -45,6 +51,7 @@ class Router(nn.Module):
         # Differences of this bias decide between experts: half precision would change the choice.
         correction = torch.empty(experts, dtype=torch.float32) if config.router.correction_bias else None
         self.e_score_correction_bias = nn.Parameter(correction, False) if correction is not None else None
+        self.exact = False
 
     def forward(
         self, x: Tensor, row_weights: Tensor | None = None, routed_experts: Tensor | None = None
@@ -54,18 +61,21 @@ class Router(nn.Module):
         routed_experts int [T, K]: experts to use, a row of -1 for those of the router's own choice. Their weights are
         made of this router's scores in either case, and the gradient with them (Ma et al. 2025, arXiv 2510.11370).
         """
-        bias = self.bias.to(self.compute_dtype) if self.bias is not None else None
-        logits = F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias).float()
+        logits = exact_router_logits(x, self.weight) if self.exact else self._logits(x)
         scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
         own = choose_experts(scores, self.top_k, self.config, self.e_score_correction_bias)
         ids = own
         if routed_experts is not None:
             ids = torch.where(routed_experts[:, :1] >= 0, routed_experts.long(), own)
-        weights = expert_weights(scores, ids, self.config)
+        weights = expert_weights(scores, ids, self.config, self.exact)
         if row_weights is None:
             return weights, ids, None
         row_weights = row_weights.float()
         return weights, ids, _stats(logits, scores, ids, row_weights, _replayed(own, routed_experts, row_weights))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        bias = self.bias.to(self.compute_dtype) if self.bias is not None else None
+        return F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias).float()
 
 
 @torch.no_grad()
@@ -84,12 +94,12 @@ def choose_experts(scores: Tensor, top_k: int, config: RouterConfig, correction:
     return wanted.topk(top_k, dim=-1).indices
 
 
-def expert_weights(scores: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
+def expert_weights(scores: Tensor, ids: Tensor, config: RouterConfig, exact: bool = False) -> Tensor:
     """scores float32 [T, E], experts int64 [T, K] -> their weights float32 [T, K]."""
     weights = scores.gather(-1, ids)
     if config.norm_topk_prob:
         # Sigmoids may all be 0.
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        weights = exact_shares(weights) if exact else weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
     return weights * config.router_scaling_factor
 
 
@@ -127,6 +137,7 @@ class StackedLinear(nn.Module):
         rows, columns = (fan_in, fan_out) if transposed else (fan_out, fan_in)
         self.weight = nn.Parameter(torch.empty(experts * rows, columns, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(experts * fan_out, dtype=dtype)) if bias else None
+        self.exact = False
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [M, in] sorted by expert, ends int32 [E] (see `grouped_mm`) -> [M, out]; E are the experts held here."""
@@ -135,7 +146,7 @@ class StackedLinear(nn.Module):
             weight = weight.view(-1, self.fan_in, self.fan_out).transpose(1, 2)
         else:
             weight = weight.view(-1, self.fan_out, self.fan_in)
-        out = grouped_mm(x, weight, ends)
+        out = (exact_grouped_mm if self.exact else grouped_mm)(x, weight, ends)
         if self.bias is None:
             return out
         sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -158,6 +169,7 @@ class Experts(nn.Module):
         self.group: dist.ProcessGroup | None = None
         """The ranks over which the experts are cut, in order; None: all are here."""
         self.activation = _activation(config)
+        self.exact = False
         bias, stacked = config.expert_bias, config.experts_are_stacked
         woven = 2 if config.expert_act == "clamped_swiglu" else 1  # gates in the even columns, ups in the odd ones
         self.gate_up_proj = StackedLinear(experts, hidden, 2 * inner, bias, dtype, stacked, woven)
@@ -171,7 +183,7 @@ class Experts(nn.Module):
             out = self.compute(rows, order.ends)
         else:
             out = compute_on_owners(rows, order.ends, self.group, self.compute)
-        return combine_tokens(out, order, weights)
+        return (exact_combine_tokens if self.exact else combine_tokens)(out, order, weights)
 
     def compute(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [M, H] sorted by expert -> [M, H]."""

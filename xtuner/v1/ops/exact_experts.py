@@ -17,7 +17,8 @@ def exact_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return exact_mm.exact_grouped_mm(x, weight, ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     parts = zip(x.split(sizes), weight.unbind(0), strict=True)
-    return torch.cat([exact_linear(rows, matrix) for rows, matrix in parts])
+    # An expert without rows still takes part in the backward.
+    return torch.cat([exact_linear(rows, matrix) if len(rows) else rows @ matrix.t() for rows, matrix in parts])
 
 
 def exact_router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -34,8 +35,8 @@ def exact_combine_tokens(out: Tensor, order: ExpertOrder, weights: Tensor) -> Te
     return _ExactCombine.apply(out, weights.to(out.dtype), order.order, order.places)
 
 
-def exact_expert_weights(scores: Tensor) -> Tensor:
-    """scores float32 [T, K] over their sum, added in order."""
+def exact_shares(scores: Tensor) -> Tensor:
+    """scores float32 [T, K], none negative, over their sum, which is added up in order."""
     total = scores[:, :1]
     for choice in range(1, scores.shape[1]):
         total = total + scores[:, choice : choice + 1]
