@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from xtuner.v1.config import FSDPConfig
 from xtuner.v1.rl.utils import WorkerLostError
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 
@@ -81,6 +82,16 @@ def test_two_ranks_that_share_every_pack_equal_one(model, tmp_path, cluster, loc
     shared["worker"]["sp_size"] = 2
     two = fit(config(model, tmp_path, num_workers=2, **shared))
     assert two.losses() == pytest.approx(local.losses(), abs=2e-4)
+    same_rollouts(local, two, (1, 2, 3), 2e-3)
+    close(local.weights(3), two.weights(3), atol=2e-3)
+
+
+def test_two_ranks_that_are_one_engine_equal_one(model, tmp_path, cluster, local):
+    cut = changes(model, tmp_path)
+    cut["worker"]["fsdp_cfg"] = FSDPConfig(tp_size=2)
+    two = fit(config(model, tmp_path, num_workers=2, rollout={"tensor_parallel_size": 2}, **cut))
+    assert two.losses() == pytest.approx(local.losses(), abs=2e-4)
+    assert two.series("rollout/requests")[-1] == local.series("rollout/requests")[-1]
     same_rollouts(local, two, (1, 2, 3), 2e-3)
     close(local.weights(3), two.weights(3), atol=2e-3)
 

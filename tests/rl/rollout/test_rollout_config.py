@@ -72,16 +72,40 @@ def test_contradictions_are_refused_at_construction(values, text):
 
 def test_what_the_native_engine_cannot_honour_is_refused_by_name(model):
     config = RolloutConfig(
-        model_path=model, tensor_parallel_size=2, enable_float8=True, enable_proxy=True,
+        model_path=model, expert_parallel_size=2, enable_float8=True, enable_proxy=True,
         weight_transport_type="nccl", extra_rollout_config={"vllm_swap_space": 4},
     )  # fmt: skip
     with pytest.raises(ValueError) as info:
         config.resolve()
     for part in (
-        "tensor_parallel_size=2", "enable_float8=True", "enable_proxy=True", "vllm_swap_space",
+        "expert_parallel_size=2", "enable_float8=True", "enable_proxy=True", "vllm_swap_space",
         "weight_transport_type='nccl'", "Remove these",
     ):  # fmt: skip
         assert part in str(info.value)
+
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 6000,
+}  # fmt: skip
+
+
+def test_ranks_of_an_engine_divide_heads_and_workers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    config = RolloutConfig(model_path=tmp_path, tensor_parallel_size=2)
+    assert config.resolve().tensor_parallel_size == 2
+    assert config.workers_problem(4) is None
+    assert "tensor_parallel_size=2 does not divide num_workers=3; use a multiple of 2" in config.workers_problem(3)
+    launcher = build_launcher("local", AcceleratorResourcesConfig(accelerator="CPU", num_workers=1))
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide num_workers=1"):
+        config.build(launcher, None, 0, "cpu")
+    launcher.shutdown()
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide .* num_key_value_heads=4; use one of"):
+        RolloutConfig(model_path=tmp_path, tensor_parallel_size=3).resolve()
+    moe = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | moe))
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: only dense models are cut .* not qwen3_moe; set 1"):
+        config.resolve()
 
 
 def test_defaults_that_are_written_out_are_no_reason_to_refuse(model):
