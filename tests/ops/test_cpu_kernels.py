@@ -237,14 +237,21 @@ def test_kernels_leave_the_memory_of_weights_resizable() -> None:
     assert weight.untyped_storage().resizable()
 
 
-def test_other_types_take_torchs_operations() -> None:
-    x = randn(3, 64).bfloat16()
-    assert torch.equal(swiglu(x), reference_swiglu(x))
-    weight = torch.ones(64).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6))
+def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+    x, weight = randn(3, 64).bfloat16(), randn(64).bfloat16()
+    assert torch.equal(swiglu(x), swiglu(x.float()).bfloat16())
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.float(), weight.float(), 1e-6).bfloat16())
+    whole, normed = add_rms_norm(x, 2 * x, weight, 1e-6)
+    assert torch.equal(whole, x + 2 * x) and torch.equal(normed, rms_norm(whole, weight, 1e-6))
     table = rotary_table(torch.arange(3), torch.ones(16))
-    for ours, theirs in zip(split_qkv(x, 2, 0, table), reference_split_qkv(x, 2, 0, table), strict=True):
-        assert torch.equal(ours, theirs)
+    heads = split_qkv(x.repeat(1, 2), 2, 1, table, weight[:32], weight[32:])
+    exact = split_qkv(x.repeat(1, 2).float(), 2, 1, table, weight[:32].float(), weight[32:].float())
+    for ours, theirs in zip(heads, exact, strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+    context = PackedAttention(SegmentLayout([2, 1], [-1, 0]), "cpu")
+    assert torch.equal(
+        context.attend(0, *heads, 0.3), context.attend(0, *(h.float() for h in heads), 0.3).bfloat16()
+    )
 
 
 @kernel

@@ -73,7 +73,7 @@ class PackedAttention:
     """Attention of a whole pack at once, for training and prefill.
 
     Index tensors are made once a pack and serve all its layers. Half precision on CUDA takes the flash kernels,
-    float32 on a CPU those of Numba, everything else padded rectangles.
+    on a CPU those of Numba, everything else padded rectangles.
     """
 
     def __init__(self, layout: SegmentLayout, device: torch.device | str) -> None:
@@ -94,7 +94,7 @@ class PackedAttention:
             if self._hopper.takes(q, v, scale, window, sinks):
                 return self._hopper.attend(q, k, v, scale)
             return self._flash.attend(q, k, v, scale, window, sinks)
-        if window is None and sinks is None and takes_cpu_kernels(q, k, v):
+        if window is None and sinks is None and takes_cpu_kernels(q, k, v, widened=True):
             return self._cpu.attend(q, k, v, scale)
         return self._padded.attend(q, k, v, scale, window, sinks)
 

@@ -20,11 +20,15 @@ def cpu_kernels_available() -> bool:
     return True
 
 
-def takes_cpu_kernels(*tensors: Tensor | None) -> bool:
-    """Whether the kernels read these: plain float32 tensors in host memory, and no compiler at work on them."""
+def takes_cpu_kernels(*tensors: Tensor | None, widened: bool = False) -> bool:
+    """Whether the kernels read these: plain float32 tensors in host memory, and no compiler at work on them.
+
+    widened: bfloat16 ones too, for kernels that are given a float32 copy and whose results are rounded once.
+    """
+    types = (torch.float32, torch.bfloat16) if widened else (torch.float32,)
     for tensor in tensors:
         if tensor is not None and not (
-            tensor.device.type == "cpu" and tensor.dtype == torch.float32 and type(tensor) in (Tensor, nn.Parameter)
+            tensor.device.type == "cpu" and tensor.dtype in types and type(tensor) in (Tensor, nn.Parameter)
         ):
             return False
     return not torch.compiler.is_compiling() and cpu_kernels_available()

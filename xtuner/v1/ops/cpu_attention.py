@@ -9,8 +9,9 @@ from torch import Tensor
 from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .cpu import array
+from .cpu_rows import load_row
 from .jit import kernel, part
-from .simd import LANES, exp_lanes, first, fma, larger, load, load_one, splat, store
+from .simd import LANES, exp_lanes, first, fma, larger, load, load_one, splat, store, total
 from .threads import num_threads, run_blocks
 
 _ROWS = 32
@@ -38,8 +39,8 @@ class CpuAttention:
         self._layout = tuple(np.array(values, np.int64) for values in ([0, *starts], [0, *ends], members))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv], all float32."""
-        return _Attend.apply(q, k, v, scale, self._layout)
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv], in q's type."""
+        return _Attend.apply(q.float(), k.float(), v.float(), scale, self._layout).to(q.dtype)
 
 
 class _Attend(torch.autograd.Function):
@@ -147,10 +148,11 @@ def _backward_block(
             for r in range(count):
                 row, column = start + t + r // group, head_q + r % group
                 peak[r], share[r] = peaks[row, column], shares[row, column]
-                dot = _F32(0)
-                for d in range(v_dim):
-                    dot += grads[r, d] * out[row, column, d]
-                mean[r] = dot
+                dots, none = splat(_F32(0)), splat(_F32(0))
+                for d in range(0, v_dim, LANES):
+                    of_head = load_row(out, (row * q.shape[1] + column) * v_dim, d, v_dim, none)
+                    dots = fma(load(grads, r * v_wide + d), of_head, dots)
+                mean[r] = total(dots)
             for r in range(0, count, _LANES):
                 _softmax_backward(scores, slopes, r, group, before + t, seen, peak, share, mean)
             _multiply(slopes, _ONE, rows, keys, _LANES, wide, result, count, dim, seen, _SET)
@@ -212,7 +214,8 @@ def _pack_columns(source, start, head, group, factor, target, count):
 
 @part
 def _softmax(scores, r, group, before, seen, peak, share):
-    """exp(score - peak) of the rows [r, r + _LANES), 0 where a key is behind the row; `share` is 1 / their sum.
+    """exp(score - peak) of the rows [r, r + _LANES), 0 where a key is behind the row; `share` is 1 / their sum, which
+    is made in the order of the keys.
 
     Key j is seen by the rows from (j - before) * group on.
     """

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from .cpu import array
-from .jit import exp, kernel, part
-from .simd import LANES, larger, largest, load, splat
+from .cpu_rows import largest_of_row, load_row, logprob_of, store_row, weights_of_row
+from .jit import kernel, part
+from .simd import LANES, exp_lanes, fma, splat, total
 from .threads import num_threads, run_blocks
 
 _ROWS = 32
@@ -55,23 +56,18 @@ def _statistics(logits, labels, inv_temperature, logprobs, lse, entropy, with_en
 def _statistics_block(block, logits, labels, inv_temperature, logprobs, lse, entropy, with_entropy):
     vocab = logits.shape[1]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, labels.size)):
-        scale, peak, whole, moment = inv_temperature[r], np.float32(-np.inf), np.float32(0), np.float32(0)
-        vectors = splat(peak)
-        for j in range(0, vocab - LANES + 1, LANES):
-            vectors = larger(vectors, load(logits, r * vocab + j))
-        peak = largest(vectors)
-        for j in range(vocab // LANES * LANES, vocab):
-            peak = max(peak, logits[r, j])
-        for j in range(vocab):
-            whole += exp((logits[r, j] - peak) * scale)
-        if with_entropy:
-            for j in range(vocab):
-                z = (logits[r, j] - peak) * scale
-                moment += exp(z) * z
-        log_whole = np.log(whole)
-        lse[r] = peak * scale + log_whole
-        logprobs[r] = (logits[r, labels[r]] - peak) * scale - log_whole
-        entropy[r] = log_whole - moment / whole
+        at, scale, sums, moments = r * vocab, inv_temperature[r], splat(np.float32(0)), splat(np.float32(0))
+        peak = largest_of_row(logits, at, vocab)
+        for j in range(0, vocab, LANES):
+            weights = weights_of_row(logits, at, j, vocab, peak, scale)
+            sums = sums + weights
+            if with_entropy:
+                z = (load_row(logits, at, j, vocab, splat(peak)) - splat(peak)) * splat(scale)
+                moments = fma(weights, z, moments)
+        whole = total(sums)
+        lse[r] = peak * scale + np.log(whole)
+        logprobs[r] = logprob_of(logits[r, labels[r]], peak, scale, whole)
+        entropy[r] = np.log(whole) - total(moments) / whole
 
 
 @kernel
@@ -83,13 +79,14 @@ def _gradient(logits, labels, inv_temperature, lse, grad_logprobs, entropy, grad
 @part
 def _gradient_block(block, logits, labels, inv_temperature, lse, grad_logprobs, entropy, grad_entropy, with_entropy):
     """d logprob / d z = onehot - p; d entropy / d z = -p (log p + entropy); z = logits * inv_temperature."""
+    vocab, none = logits.shape[1], splat(np.float32(0))
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, labels.size)):
-        scale, slope = inv_temperature[r], grad_logprobs[r]
-        if with_entropy:
-            for j in range(logits.shape[1]):
-                log_p = logits[r, j] * scale - lse[r]
-                logits[r, j] = -exp(log_p) * (slope + grad_entropy[r] * (log_p + entropy[r])) * scale
-        else:
-            for j in range(logits.shape[1]):
-                logits[r, j] = -exp(logits[r, j] * scale - lse[r]) * slope * scale
-        logits[r, labels[r]] += slope * scale
+        at, scale, slope = r * vocab, inv_temperature[r], grad_logprobs[r] * inv_temperature[r]
+        more = grad_entropy[r] * scale if with_entropy else np.float32(0)
+        for j in range(0, vocab, LANES):
+            log_p = fma(load_row(logits, at, j, vocab, none), splat(scale), splat(-lse[r]))
+            factor = splat(-slope)
+            if with_entropy:
+                factor = factor - splat(more) * (log_p + splat(entropy[r]))
+            store_row(logits, at, j, vocab, exp_lanes(log_p) * factor)
+        logits[r, labels[r]] += slope

@@ -5,20 +5,26 @@ import torch
 from torch import Tensor
 
 from .cpu import array, copied
+from .cpu_rows import add_row, load_row, norm_row, store_row
 from .jit import kernel, part
+from .simd import LANES, fma, splat, total
 from .threads import num_threads, run_blocks, sum_rows
 
+_NONE = np.int64(0)
 _ROWS = 64
 """Rows that one thread takes at a time, and whose share of the weight's gradient is summed first."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] and weight [H], float32; returns x's shape."""
-    return _RMSNorm.apply(x, weight, eps)
+    """x [..., H] and weight [H]; returns x's shape and type."""
+    return _RMSNorm.apply(x.float(), weight.float(), eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual and its norm, [..., H] each."""
+    """x + residual and its norm, [..., H] each, in their type."""
+    if x.dtype != torch.float32:
+        whole = x + residual
+        return whole, rms_norm(whole, weight, eps)
     return _AddRMSNorm.apply(x, residual, weight, eps)
 
 
@@ -81,16 +87,10 @@ def _forward(x, residual, whole, weight, eps, y, inverse, add, threads):
 def _forward_block(block, x, residual, whole, weight, eps, y, inverse, add):
     size = x.shape[1]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, x.shape[0])):
+        at = r * size
         if add:
-            for j in range(size):
-                whole[r, j] = x[r, j] + residual[r, j]
-        squares = np.float32(0)
-        for j in range(size):
-            squares += whole[r, j] * whole[r, j]
-        factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-        inverse[r] = factor
-        for j in range(size):
-            y[r, j] = whole[r, j] * factor * weight[j]
+            add_row(x, at, residual, at, size, whole, at)
+        inverse[r] = norm_row(whole, at, size, weight, _NONE, eps, y, at)
 
 
 @kernel
@@ -104,16 +104,17 @@ def _backward(grad, addend, x, weight, inverse, grad_x, grad_weight, add, thread
 @part
 def _backward_block(block, grad, addend, x, weight, inverse, grad_x, partial, add):
     """With y = x * inverse: d weight = sum(grad * y), d x = inverse * (grad * weight - y * mean(grad * weight * y))."""
-    size = x.shape[1]
+    size, none = x.shape[1], splat(np.float32(0))
     for j in range(size):
         partial[block, j] = 0
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, x.shape[0])):
-        factor, mean = inverse[r], np.float32(0)
-        for j in range(size):
-            product = grad[r, j] * x[r, j] * factor
-            partial[block, j] += product
-            mean += product * weight[j]
-        mean *= factor / np.float32(size)
+        at, factor, sums = r * size, inverse[r], none
+        for j in range(0, size, LANES):
+            product = load_row(grad, at, j, size, none) * load_row(x, at, j, size, none) * splat(factor)
+            gathered = load_row(partial, block * size, j, size, none) + product
+            store_row(partial, block * size, j, size, gathered)
+            sums = fma(product, load_row(weight, _NONE, j, size, none), sums)
+        mean = total(sums) * factor / np.float32(size)
         for j in range(size):
             grad_x[r, j] = factor * (grad[r, j] * weight[j] - x[r, j] * mean)
         if add:

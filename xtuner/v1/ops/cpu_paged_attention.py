@@ -1,11 +1,14 @@
 """Attention over pages on the CPU in Numba: every sequence reads its own tokens once, and no padding."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .cpu import array
 from .cpu_attention import _LANES, _ROWS, _SET, _TILE, _multiply, _pack_columns, _softmax, _up
+from .cpu_rows import load_row, store_row
 from .jit import kernel, part
+from .simd import LANES, load_bfloat16, splat
 from .threads import num_threads, run_blocks
 
 _ONE, _F32 = np.int64(1), np.float32
@@ -14,15 +17,16 @@ _ONE, _F32 = np.int64(1), np.float32
 def cpu_paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, before: Tensor, scale: float
 ) -> Tensor:
-    """Causal attention of rows to all tokens of their sequences, float32.
+    """Causal attention of rows to all tokens of their sequences, in float32, rounded once to q's type.
 
     q [T, Hq, D]; keys and values [N, Hkv, PAGE, D or Dv]; tables int32 [S, P]; starts int32 [S + 1]: the rows of each
     sequence, its last tokens in the pages; before int32 [S]: tokens before them. Returns [T, Hq, Dv].
     """
-    out = q.new_empty(*q.shape[:2], values.shape[3])
-    tensors = (q.contiguous(), keys, values, tables, starts, before, out)
-    _attend(*map(array, tensors), _F32(scale), num_threads())
-    return out
+    rows = q.float().contiguous()
+    out = rows.new_empty(*q.shape[:2], values.shape[3])
+    pages = (array(t.view(torch.int16) if t.dtype == torch.bfloat16 else t) for t in (keys, values))
+    _attend(array(rows), *pages, *map(array, (tables, starts, before, out)), _F32(scale), num_threads())
+    return out.to(q.dtype)
 
 
 @kernel
@@ -66,13 +70,19 @@ def _attend_block(block, q, keys, values, tables, starts, before, out, scale):
 
 @part
 def _read(pages, tables, sequence, head, count, target):
-    """The first `count` tokens of a sequence, one behind the other; 0 up to the end of the last tile and vector."""
-    size, dim = pages.shape[2], pages.shape[3]
+    """The first `count` tokens of a sequence, one behind the other; 0 up to the end of the last tile and vector. Pages
+    are float32, or int16 with the bits of bfloat16, each of them in one piece."""
+    size, dim, step = pages.shape[2], pages.shape[3], pages.strides[0] // pages.itemsize
     for first in range(0, count, size):
         page = tables[sequence, first // size]
         for t in range(min(size, count - first)):
-            for d in range(dim):
-                target[first + t, d] = pages[page, head, t, d]
+            for d in range(0, dim, LANES):
+                at = page * step + (head * size + t) * dim
+                if pages.itemsize == 2:
+                    numbers = load_bfloat16(pages, at + d, dim - d)
+                else:
+                    numbers = load_row(pages, at, d, dim, splat(_F32(0)))
+                store_row(target, (first + t) * target.shape[1], d, dim, numbers)
             for d in range(dim, target.shape[1]):
                 target[first + t, d] = _F32(0)
     for t in range(count, target.shape[0]):

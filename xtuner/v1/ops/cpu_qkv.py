@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from .cpu import array, copied
+from .cpu_rows import turn_head
 from .jit import kernel, part
 from .rotary import RotaryTable
 from .simd import LANES, fma, load, splat, store, total
 from .threads import num_threads, run_blocks, sum_rows
 
+_NONE = np.int64(0)
 _ROWS = 64
 """Rows that one thread takes at a time, and whose shares of the weights' gradients are summed first."""
 
@@ -29,8 +31,10 @@ def split_qkv(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `qkv.split_qkv`, float32, for heads that `fits` allows."""
-    return _SplitQKV.apply(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
+    """As `qkv.split_qkv`, for heads that `fits` allows."""
+    weights = (None if weight is None else weight.float() for weight in (q_weight, k_weight))
+    q, k, v = _SplitQKV.apply(qkv.float(), num_q, num_kv, table, *weights, eps)
+    return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype)
 
 
 class _SplitQKV(torch.autograd.Function):
@@ -68,38 +72,21 @@ def _forward(qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps, t
 def _forward_block(block, qkv, q, k, v, inverse, q_weight, k_weight, cos, sin, normed, eps):
     num_q, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, qkv.shape[0])):
-        start = r * qkv.shape[1]
+        start, angle = r * qkv.shape[1], r * cos.shape[1]
         for h in range(num_q):
             place = (r * num_q + h) * dim
-            inverse[r, h] = _turn(qkv, start + h * dim, q, place, q_weight, cos, sin, r, normed, eps)
+            inverse[r, h] = turn_head(
+                qkv, start + h * dim, dim, q_weight, _NONE, normed, eps, cos, sin, angle, q, place
+            )  # fmt: skip
         start += num_q * dim
         for h in range(num_kv):
             place = (r * num_kv + h) * dim
-            inverse[r, num_q + h] = _turn(qkv, start + h * dim, k, place, k_weight, cos, sin, r, normed, eps)
+            inverse[r, num_q + h] = turn_head(
+                qkv, start + h * dim, dim, k_weight, _NONE, normed, eps, cos, sin, angle, k, place
+            )  # fmt: skip
         start += num_kv * dim
         for j in range(0, num_kv * dim, LANES):
             store(v, r * num_kv * dim + j, load(qkv, start + j))
-
-
-@part
-def _turn(source, place, target, goal, weight, cos, sin, row, normed, eps):
-    """Norm and rotate one head; returns 1 / rms."""
-    half = cos.shape[1]
-    inverse = np.float32(1)
-    if normed:
-        squares = splat(np.float32(0))
-        for d in range(0, 2 * half, LANES):
-            x = load(source, place + d)
-            squares = fma(x, x, squares)
-        inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(2 * half) + eps)
-    for d in range(0, half, LANES):
-        a, b = load(source, place + d), load(source, place + half + d)
-        if normed:
-            a, b = a * splat(inverse) * load(weight, d), b * splat(inverse) * load(weight, half + d)
-        c, s = load(cos, row * half + d), load(sin, row * half + d)
-        store(target, goal + d, a * c - b * s)
-        store(target, goal + half + d, b * c + a * s)
-    return inverse
 
 
 @kernel

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from .cpu import array
-from .jit import exp, kernel, part
+from .cpu_rows import load_row, store_row, swiglu_row
+from .jit import kernel, part
+from .simd import LANES, exp_lanes, splat
 from .threads import num_threads, run_blocks
 
 _ROWS = 32
@@ -13,8 +15,8 @@ _ROWS = 32
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up float32 [T, 2*I], the gate's columns first; returns [T, I]."""
-    return _SwiGLU.apply(gate_up)
+    """silu(gate) * up. gate_up [T, 2*I], the gate's columns first; returns [T, I] in its type."""
+    return _SwiGLU.apply(gate_up.float()).to(gate_up.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -47,9 +49,7 @@ def _forward(gate_up, out, threads):
 def _forward_block(block, gate_up, out):
     size = out.shape[1]
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, out.shape[0])):
-        for j in range(size):
-            gate = gate_up[r, 0, j]
-            out[r, j] = gate / (np.float32(1) + exp(-gate)) * gate_up[r, 1, j]
+        swiglu_row(gate_up, 2 * r * size, size, out, r * size)
 
 
 @kernel
@@ -60,10 +60,12 @@ def _backward(gate_up, grad, grad_in, threads):
 @part
 def _backward_block(block, gate_up, grad, grad_in):
     """silu(x) = x s with s = sigmoid(x); its slope is s (1 + x (1 - s))."""
-    size, one = grad.shape[1], np.float32(1)
+    size, none, one = grad.shape[1], splat(np.float32(0)), splat(np.float32(1))
     for r in range(block * _ROWS, min(block * _ROWS + _ROWS, grad.shape[0])):
-        for j in range(size):
-            gate = gate_up[r, 0, j]
-            sigmoid = one / (one + exp(-gate))
-            grad_in[r, 0, j] = grad[r, j] * gate_up[r, 1, j] * sigmoid * (one + gate * (one - sigmoid))
-            grad_in[r, 1, j] = grad[r, j] * gate * sigmoid
+        at = 2 * r * size
+        for j in range(0, size, LANES):
+            gate, up = load_row(gate_up, at, j, size, none), load_row(gate_up, at + size, j, size, none)
+            slope = load_row(grad, r * size, j, size, none)
+            sigmoid = one / (one + exp_lanes(none - gate))
+            store_row(grad_in, at, j, size, slope * up * sigmoid * (one + gate * (one - sigmoid)))
+            store_row(grad_in, at + size, j, size, slope * gate * sigmoid)

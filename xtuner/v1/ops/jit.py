@@ -1,4 +1,4 @@
-"""How the Numba kernels for CPUs are compiled, and the scalar functions that they share.
+"""How the Numba kernels for CPUs are compiled.
 
 Only modules of kernels import this one, and only where `cpu_kernels_available()` of `ops.cpu` says so.
 """
@@ -11,10 +11,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
-import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from xtuner.v1.utils import get_logger
 
@@ -32,7 +28,7 @@ def _keep_compiled_kernels() -> None:
     every version of those."""
     if "NUMBA_CACHE_DIR" not in os.environ:
         here = Path(__file__).parent
-        shared = [*sorted(here.glob("jit*.py")), here / "simd.py", here / "threads.py"]
+        shared = [*sorted(here.glob("jit*.py")), *(here / f"{name}.py" for name in ("cpu_rows", "simd", "threads"))]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()[:16]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         numba.config.CACHE_DIR = str(root / "xtuner" / "kernels" / digest)
@@ -41,12 +37,12 @@ def _keep_compiled_kernels() -> None:
 _prefer_widest_vectors()
 _keep_compiled_kernels()
 
-_OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "error_model": "numpy"}
-
+_OPTIONS: dict[str, Any] = {"fastmath": False, "error_model": "numpy"}
+"""Every operation is rounded as it is written, so that the same function gives the same bits in every kernel: the
+engine's log-probs can equal the trainer's. Numba hands options that are left out down from the caller."""
 
 _INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
-"""Of functions that only kernels call. They are inlined, so that a kernel is one piece of code: of functions that are
-called, a process takes the copy that came first, from whichever kernel, and copies may be rounded differently."""
+"""Of functions that only kernels call. They are inlined, so that a kernel is one piece of code."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -66,34 +62,5 @@ def part(function: Callable[..., Any]) -> Any:
 
 
 def scalar(function: Callable[..., Any]) -> Any:
-    """A function of numbers for use inside kernels, rounded as it is written."""
-    return numba.njit(fastmath={"contract"}, error_model="numpy", **_INSIDE)(function)
-
-
-@intrinsic
-def as_float32(typing_context: Any, bits: Any) -> Any:
-    """The float32 whose bits are those of an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@scalar
-def exp(x):
-    """e^x in float32, relative error below 2e-7, which compilers can turn into vectors. Clamped at x of -87 and 88."""
-    x = np.float32(-87) if x < np.float32(-87) else x
-    x = np.float32(88) if x > np.float32(88) else x
-    n = np.int32(np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5)))
-    # ln 2 in two parts, the first short enough for n times it to be exact (Cody & Waite 1980).
-    r = (x - np.float32(n) * np.float32(0.693359375)) - np.float32(n) * np.float32(-2.12194440e-4)
-    p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1)
-    p = p * r + np.float32(1)
-    return p * as_float32((n + np.int32(127)) << np.int32(23))
+    """A function of numbers for use inside kernels."""
+    return numba.njit(**_INSIDE, **_OPTIONS)(function)

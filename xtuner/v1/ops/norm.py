@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from . import norm_kernels
 
         return norm_kernels.rms_norm(x, weight, eps)
-    if takes_cpu_kernels(x, weight):
+    if takes_cpu_kernels(x, weight, widened=True):
         from . import cpu_norm
 
         return cpu_norm.rms_norm(x, weight, eps)
@@ -29,7 +29,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         from . import norm_kernels
 
         return norm_kernels.add_rms_norm(x, residual, weight, eps)
-    if takes_cpu_kernels(x, residual, weight):
+    if takes_cpu_kernels(x, residual, weight, widened=True):
         from . import cpu_norm
 
         return cpu_norm.add_rms_norm(x, residual, weight, eps)

@@ -91,7 +91,7 @@ def paged_attention(
         from .paged_kernels import paged_attention as by_triton
 
         return by_triton(q, keys, values, tables, lengths, scale, splits, window, sinks, shared)
-    if window is None and sinks is None and takes_cpu_kernels(q, keys, values):
+    if window is None and sinks is None and takes_cpu_kernels(q, keys, values, widened=True):
         from .cpu_paged_attention import cpu_paged_attention
 
         starts = torch.arange(len(q) + 1, dtype=torch.int32)
@@ -122,7 +122,7 @@ def attend_rows(
         from .paged_rows_kernel import attend_rows as by_triton
 
         return by_triton(q, keys, values, rows, scale, window, sinks)
-    if window is None and sinks is None and takes_cpu_kernels(q, keys, values):
+    if window is None and sinks is None and takes_cpu_kernels(q, keys, values, widened=True):
         from .cpu_paged_attention import cpu_paged_attention
 
         return cpu_paged_attention(q, keys, values, rows.tables, rows.starts, rows.before, scale)

@@ -29,7 +29,7 @@ def split_qkv(
         from . import qkv_kernels
 
         return qkv_kernels.split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
-    if takes_cpu_kernels(qkv, q_weight, k_weight):
+    if takes_cpu_kernels(qkv, q_weight, k_weight, widened=True):
         from . import cpu_qkv
 
         if cpu_qkv.fits(table, head_dim):

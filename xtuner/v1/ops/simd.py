@@ -1,7 +1,8 @@
 """Vectors of float32 as values inside Numba kernels.
 
-Loops over long rows are left to the compiler. A product of small matrices is faster by an order if sums stay in
-registers over its innermost loop, which the compiler does not find out: such kernels are written in vectors.
+A sum has the order in which it is written, so sums over rows are written in vectors; loops without sums are left to
+the compiler. A product of small matrices is faster by an order if sums stay in registers over its innermost loop,
+which the compiler does not find out.
 """
 
 import operator
@@ -23,6 +24,7 @@ LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_BITS, _SHORTS = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(ir.IntType(16), LANES)
 
 
 class _VectorType(types.Type):
@@ -58,11 +60,43 @@ def load(typing_context: Any, array: Any, start: Any) -> Any:
 
 
 @intrinsic
+def load_first(typing_context: Any, array: Any, start: Any, count: Any, rest: Any) -> Any:
+    """Numbers [start, start + count), at most LANES, and those of `rest` behind them. Nothing else is read."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, array, *values[:2]), _VECTOR.as_pointer())
+        kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), _INT, _BITS, _VECTOR])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0v{LANES}f32")
+        return builder.call(function, [place, _INT(4), emit_in_first(builder, values[2]), values[3]])
+
+    return vector(array, types.int64, types.int64, vector), generate
+
+
+@intrinsic
+def load_bfloat16(typing_context: Any, array: Any, start: Any, count: Any) -> Any:
+    """As `load_first` with zeros behind, of an int16 array with the bits of bfloat16 numbers."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, array, *values[:2]), _SHORTS.as_pointer())
+        kind = ir.FunctionType(_SHORTS, [_SHORTS.as_pointer(), _INT, _BITS, _SHORTS])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}i16.p0v{LANES}i16")
+        arguments = [place, _INT(2), emit_in_first(builder, values[2]), ir.Constant(_SHORTS, None)]
+        return emit_widened(builder, builder.call(function, arguments))
+
+    return vector(array, types.int64, types.int64), generate
+
+
+def emit_widened(builder: ir.IRBuilder, shorts: Any) -> Any:
+    """float32 numbers from the bits of bfloat16 ones."""
+    return builder.bitcast(builder.shl(builder.zext(shorts, _INTS), _constant(_INTS, 16)), _VECTOR)
+
+
+@intrinsic
 def load_one(typing_context: Any, array: Any, place: Any) -> Any:
     """Number `place` of a contiguous float32 array in every lane."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return _emit_splat(builder, builder.load(_place(context, builder, array, *values)))
+        return emit_splat(builder, builder.load(_place(context, builder, array, *values)))
 
     return vector(array, types.int64), generate
 
@@ -79,6 +113,24 @@ def store(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
     return types.void(array, types.int64, vector), generate
 
 
+@intrinsic
+def store_first(typing_context: Any, array: Any, start: Any, count: Any, value: Any) -> Any:
+    """Write the first `count` numbers of a vector."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        emit_store_first(builder, _place(context, builder, array, *values[:2]), values[2], values[3])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, vector), generate
+
+
+def emit_store_first(builder: ir.IRBuilder, place: Any, count: Any, value: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), _INT, _BITS])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.store.v{LANES}f32.p0v{LANES}f32")
+    place = builder.bitcast(place, _VECTOR.as_pointer())
+    builder.call(function, [value, place, _INT(4), emit_in_first(builder, count)])
+
+
 def _place(context: Any, builder: ir.IRBuilder, kind: Any, array: Any, start: Any) -> Any:
     return builder.gep(context.make_array(kind)(context, builder, array).data, [start])
 
@@ -91,22 +143,35 @@ def _of(emit: Callable[..., Any]) -> Callable[..., Any]:
     return lambda context, builder, signature, values: emit(builder, *values)
 
 
-def _emit_splat(builder: ir.IRBuilder, number: Any) -> Any:
+def emit_splat(builder: ir.IRBuilder, number: Any) -> Any:
     nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     single = builder.insert_element(nothing, number, ir.Constant(_INT, 0))
     return builder.shuffle_vector(single, nothing, _constant(_INTS, 0))
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *values: Any, flags: tuple[str, ...] = ()) -> Any:
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *values: Any) -> Any:
     """LLVM's function of this name for vectors."""
     kind = ir.FunctionType(result, [value.type for value in values])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}f32")
-    return builder.call(function, values, fastmath=flags)
+    return builder.call(function, values)
+
+
+def emit_in_first(builder: ir.IRBuilder, count: Any) -> Any:
+    """Which lanes come before lane `count`."""
+    lanes = ir.Constant(_INTS, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, emit_splat(builder, builder.trunc(count, _INT)))
 
 
 def _emit_first(builder: ir.IRBuilder, x: Any, count: Any, rest: Any) -> Any:
-    lanes = ir.Constant(_INTS, list(range(LANES)))
-    return builder.select(builder.icmp_signed("<", lanes, _emit_splat(builder, builder.trunc(count, _INT))), x, rest)
+    return builder.select(emit_in_first(builder, count), x, rest)
+
+
+def emit_rounded(builder: ir.IRBuilder, x: Any) -> Any:
+    bits, sixteen = builder.bitcast(x, _INTS), _constant(_INTS, 16)
+    odd = builder.and_(builder.lshr(bits, sixteen), _constant(_INTS, 1))
+    bits = builder.add(bits, builder.add(odd, _constant(_INTS, 0x7FFF)))
+    rounded = builder.bitcast(builder.and_(bits, _constant(_INTS, 0xFFFF0000)), _VECTOR)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, rounded)
 
 
 def _emit_power_of_two(builder: ir.IRBuilder, n: Any) -> Any:
@@ -114,25 +179,29 @@ def _emit_power_of_two(builder: ir.IRBuilder, n: Any) -> Any:
     return builder.bitcast(builder.shl(exponent, _constant(_INTS, 23)), _VECTOR)
 
 
-def _emit_total(builder: ir.IRBuilder, x: Any) -> Any:
-    return _call(builder, "vector.reduce.fadd", _FLOAT, ir.Constant(_FLOAT, -0.0), x, flags=("reassoc",))
-
-
-def _emit_largest(builder: ir.IRBuilder, x: Any) -> Any:
-    # LLVM's own maximum of a vector goes number by number, because of NaNs.
+def _emit_halved(builder: ir.IRBuilder, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """One number of all lanes: each half is joined with the other until one lane is left."""
     width = LANES
     while width > 1:
         width //= 2
         order = ir.Constant(_INTS, [(lane + width) % LANES for lane in range(LANES)])
-        other = builder.shuffle_vector(x, x, order)
-        x = builder.select(builder.fcmp_ordered("<", x, other), other, x)
+        x = join(x, builder.shuffle_vector(x, x, order))
     return builder.extract_element(x, ir.Constant(_INT, 0))
+
+
+def _emit_total(builder: ir.IRBuilder, x: Any) -> Any:
+    return _emit_halved(builder, x, lambda a, b: builder.fadd(a, b))
+
+
+def _emit_largest(builder: ir.IRBuilder, x: Any) -> Any:
+    # LLVM's own maximum of a vector goes number by number, because of NaNs.
+    return _emit_halved(builder, x, lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), b, a))
 
 
 @intrinsic
 def splat(context: Any, number: Any) -> Any:
     """The number in every lane."""
-    return vector(types.float32), _of(_emit_splat)
+    return vector(types.float32), _of(emit_splat)
 
 
 @intrinsic
@@ -160,6 +229,12 @@ def first(context: Any, x: Any, count: Any, rest: Any) -> Any:
 
 
 @intrinsic
+def rounded(context: Any, x: Any) -> Any:
+    """The nearest bfloat16 numbers, ties to even."""
+    return vector(vector), _of(emit_rounded)
+
+
+@intrinsic
 def floor(context: Any, x: Any) -> Any:
     return vector(vector), _of(lambda builder, x: _call(builder, "floor", _VECTOR, x))
 
@@ -178,7 +253,7 @@ def largest(context: Any, x: Any) -> Any:
 
 @intrinsic
 def total(context: Any, x: Any) -> Any:
-    """The sum of all lanes."""
+    """The sum of all lanes, halves first."""
     return types.float32(vector), _of(_emit_total)
 
 
@@ -198,9 +273,10 @@ _define(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
 
 @scalar
 def exp_lanes(x):
-    """`jit.exp` of every lane."""
+    """e^x, relative error below 2e-7. Clamped at x of -87 and 88."""
     x = smaller(larger(x, splat(np.float32(-87))), splat(np.float32(88)))
     n = floor(fma(x, splat(np.float32(1.4426950408889634)), splat(np.float32(0.5))))
+    # ln 2 in two parts, the first short enough for n times it to be exact (Cody & Waite 1980).
     r = fma(n, splat(np.float32(-0.693359375)), x)
     r = fma(n, splat(np.float32(2.12194440e-4)), r)
     p = splat(np.float32(1 / 5040))

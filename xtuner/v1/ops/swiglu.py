@@ -15,7 +15,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         from . import swiglu_kernels
 
         return swiglu_kernels.swiglu(gate_up)
-    if gate_up.dim() == 2 and takes_cpu_kernels(gate_up):
+    if gate_up.dim() == 2 and takes_cpu_kernels(gate_up, widened=True):
         from . import cpu_swiglu
 
         return cpu_swiglu.swiglu(gate_up)

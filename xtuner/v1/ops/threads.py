@@ -58,9 +58,12 @@ def run_blocks(typing_context: Any, function: Any, blocks: Any, threads: Any, ar
         compiled = function.dispatcher.get_compile_result(call)
         # The next block, the number of blocks, whether one has failed, and the arguments.
         work_type = ir.LiteralStructType([_INT, _INT, _INT, values[3].type])
-        body = ir.Function(builder.module, _BODY, name=context.mangler(f"blocks_of_{compiled.fndesc.mangled_name}", ()))
-        body.linkage = "internal"
-        _fill_body(context, body, work_type, compiled, (types.int64, *arguments.types))
+        name = context.mangler(f"blocks_of_{compiled.fndesc.mangled_name}", ())
+        body = builder.module.globals.get(name)
+        if body is None:  # else this kernel has called it before
+            body = ir.Function(builder.module, _BODY, name=name)
+            body.linkage = "internal"
+            _fill_body(context, body, work_type, compiled, (types.int64, *arguments.types))
         context.active_code_library.add_linking_library(compiled.library)
 
         work = cgutils.alloca_once(builder, work_type)

@@ -73,8 +73,7 @@ class NativeEngine:
         self._load_weights, self._max_prefill_rows = load_weights, max_prefill_rows
         self._cpu_kernels, self._deterministic = cpu_kernels, deterministic
         self._return_routed_experts = return_routed_experts
-        self.preemptions = 0
-        """How often a sequence, or a prompt on its way in, had to give its room to others."""
+        self._preemptions = 0
         self._scheduler = Scheduler(max_batch_size)
         self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -131,15 +130,15 @@ class NativeEngine:
 
     def _build_runner(self, context: int) -> Runner:
         model, config, slots = self._model, self._model.config, self._max_batch_size
-        plain_products = self.device.type == "cpu" and self.dtype == torch.float32 and self.num_ranks == 1
-        if plain_products and self._cpu_kernels and cpu_kernels_available():
+        one_cpu = self.device.type == "cpu" and self.num_ranks == 1
+        if one_cpu and self._cpu_kernels and cpu_kernels_available():
             from .kernel_runner import KernelRunner, kernels_know
 
             if kernels_know(model):
                 runner = KernelRunner(model, slots, context)
                 runner.compile()
                 return runner
-        if plain_products and not model.exact:
+        if one_cpu and self.dtype == torch.float32 and not model.exact:
             lay_out_by_input(model)
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
@@ -153,6 +152,16 @@ class NativeEngine:
         self._cache.free()
         self._drop_weights()
         self._obstacle = {"start": "the engine was stopped."}
+
+    def statistics(self) -> dict[str, int]:
+        """See `CountsWork`."""
+        if "start" in self._obstacle:
+            return {}
+        return {
+            "prefill_tokens": self._runner.prefilled_rows,
+            "prefix_hit_tokens": self._cache.hits,
+            "preemptions": self._preemptions,
+        }
 
     async def health(self) -> bool:
         """False before `start`, after `stop` and after a failed step. An engine asleep is healthy."""
@@ -273,7 +282,7 @@ class NativeEngine:
         steps = 1 if more_prompts else self._runner.steps(scheduler)
         while not self._cache.grow(scheduler.rows()["length"] + steps - 1):
             if steps == 1:
-                self.preemptions += 1
+                self._preemptions += 1
                 if scheduler.filling is not None:
                     scheduler.put_back(self._cache)
                 else:

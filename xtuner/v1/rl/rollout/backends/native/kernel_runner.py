@@ -1,4 +1,4 @@
-"""Small dense models on the CPU: whole forwards, and many steps at a time, by the kernels of `kernels.py`."""
+"""Dense models on the CPU: whole forwards, and many steps at a time, by the kernels of `kernels.py`."""
 
 import time
 from itertools import islice
@@ -8,7 +8,7 @@ import torch
 
 from xtuner.v1.model.config import DenseModelConfig
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.ops.jit_gemm import ROWS, pack
+from xtuner.v1.ops.jit_gemm import pack
 from xtuner.v1.ops.simd import LANES
 from xtuner.v1.ops.threads import num_threads
 from xtuner.v1.utils import get_logger
@@ -21,9 +21,17 @@ from .runner import draw, refuse_not_finite
 from .scheduler import NOT_FINITE, Done, Scheduler
 
 _BLOCK = 64
-"""Most sequences that a thread takes through all steps of a call: as many as share one reading of the weights."""
+"""Most rows that a thread, or a team of them, takes through the model at a time: as many as share one reading of the
+weights."""
+_SHARES = 4
+"""Pieces a thread that a team's work is cut into, so that a thread that lost time to others is not waited for."""
+_TEAM_PARAMETERS = 4_000_000
+"""Threads each take their own sequences through smaller models, and need not wait for each other. Larger ones they
+take them through together, so that each reads its part of the weights."""
 _PREFILL_BLOCKS = 4
 """Blocks of prompts a thread, so that one with long prompts is not waited for."""
+_TILE = 8
+"""Blocks have a multiple of so many rows, which products take together."""
 _MAX_STEPS = 16
 _CALL_OPERATIONS = 4e9
 """Multiplications and additions of one call: 10 to 30 ms, so that neither arrivals nor an abort wait long."""
@@ -36,15 +44,10 @@ _KNOWN = {
 }  # fmt: skip
 """Fields of a model and its attention that the kernels act on. Any other must stand at its default."""
 
-_MAX_PARAMETERS = 16_000_000
-"""Every thread reads all weights for its own sequences, while torch's threads share them. Measured on one core with
-blocks of 16 sequences: at 12 million parameters the kernels are faster by a fifth, at 30 million slower by one."""
-
-
 def kernels_know(model: DecoderModel) -> bool:
-    """Whether they compute all of a model, and faster than torch does."""
+    """Whether they compute all of a model."""
     config, a = model.config, model.config.attention
-    if type(config) is not DenseModelConfig or sum(p.numel() for p in model.parameters()) > _MAX_PARAMETERS:
+    if type(config) is not DenseModelConfig or model.head_weight().dtype not in (torch.float32, torch.bfloat16):
         return False
     unusual = {*config.model_dump(exclude_defaults=True), *a.model_dump(exclude_defaults=True)} - _KNOWN
     windows = any(config.window_of(layer) is not None for layer in range(config.num_hidden_layers))
@@ -60,19 +63,18 @@ class KernelRunner:
         c, a = model.config, model.config.attention
         self._dimensions = Dimensions(
             a.num_attention_heads, a.num_key_value_heads, a.head_dim, c.intermediate_size, c.vocab_size,
-            np.float32(c.rms_norm_eps),
+            np.float32(c.rms_norm_eps), np.float32(a.head_dim**-0.5),
         )  # fmt: skip
-        self._operations = 2 * sum(p.numel() for p in model.parameters())
+        parameters = sum(p.numel() for p in model.parameters())
+        self._operations, self._together = 2 * parameters, parameters > _TEAM_PARAMETERS
         self._weights: Weights | None = read_weights(model)
         self._threads = threads
-        self._memory = Rows.allocate(0, _BLOCK, c.hidden_size, 0, self._dimensions)
+        self._memory = Rows.allocate(0, _BLOCK, 1, c.hidden_size, 0, self._dimensions)
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 
     def compile(self) -> None:
         """All kernels, for the types that will come; later runs on this machine find them on the disk."""
-        if kernels.decode.signatures:
-            return
         get_logger().info("native engine: preparing the CPU kernels; the first time on a machine it takes seconds.")
         begin, nobody = time.perf_counter(), Scheduler(1)
         self.prefill(nobody, [], 0)
@@ -97,10 +99,10 @@ class KernelRunner:
         unique = [prompt.ids[:-1] for prompt in prompts]
         slots = iter(self.cache.place_of[first_slot:].tolist())
         places = [list(islice(slots, len(prompt.members))) for prompt in prompts]
-        sizes, threads = np.array([ids.size for ids in unique], np.int64), self._threads or num_threads()
+        sizes, (threads, team) = np.array([ids.size for ids in unique], np.int64), self._crews()
         copies = [(p[0], to, n) for p, n in zip(places, sizes.tolist(), strict=True) for to in p[1:]]
         # Blocks are whole prompts, of about as many rows each.
-        blocks = min(threads * _PREFILL_BLOCKS, len(unique))
+        blocks = min(threads * _PREFILL_BLOCKS if team == 1 else 1, len(unique))
         starts, copy_starts = _starts(sizes), _starts(np.array([len(p) - 1 for p in places], np.int64))
         cuts = np.searchsorted(starts, np.arange(blocks + 1) * starts[-1] // max(blocks, 1))
         cuts[-1] = len(unique)
@@ -108,7 +110,7 @@ class KernelRunner:
             starts[cuts], np.concatenate([np.zeros(0, np.int32), *unique]),
             np.arange(starts[-1]) - starts[:-1].repeat(sizes), np.array([p[0] for p in places], np.int64).repeat(sizes),
             copy_starts[cuts], np.array(copies, np.int64).reshape(-1, 3),
-            self._dimensions, self._weights, self.cache.arrays, self._rows(blocks), threads,
+            self._dimensions, self._weights, self.cache.arrays, self._rows(blocks, team), threads, team,
         )  # fmt: skip
         self.prefilled_rows += int(starts[-1])
         return []
@@ -127,21 +129,30 @@ class KernelRunner:
     def _decode(self, scheduler: Scheduler, elsewhere: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """How each sequence stands, int64 [B], and the logits [B, V] of those that are drawn elsewhere."""
         scheduler.make_room(steps)
-        rows, threads = scheduler.rows(), self._threads or num_threads()
+        rows, (threads, team) = scheduler.rows(), self._crews()
         ends = np.zeros(len(rows), np.int64)
         logits = np.empty((len(rows) if elsewhere.any() else 0, self._dimensions.vocab), np.float32)
         starts = _blocks(len(rows), threads)
+        memory = self._rows(len(starts) - 1, team)
         kernels.decode(
             starts, steps, rows, scheduler.tokens(), scheduler.logprobs(), scheduler.stop_ids(), self.cache.place_of,
-            ends, logits, self._dimensions, self._weights, self.cache.arrays, self._rows(len(starts) - 1), threads,
+            ends, logits, self._dimensions, self._weights, self.cache.arrays, memory, threads, team,
         )  # fmt: skip
         return ends, logits
 
-    def _rows(self, blocks: int) -> Rows:
+    def _crews(self) -> tuple[int, int]:
+        """Threads that take a block each, and threads that share the work on one; one of the two is 1."""
+        threads = self._threads or num_threads()
+        return (1, threads) if self._together else (threads, 1)
+
+    def _rows(self, blocks: int, team: int) -> Rows:
         """Working memory for so many blocks."""
-        length = self.cache.length
-        if len(self._memory.slots) < blocks or self._memory.scores.shape[2] < length:
-            self._memory = Rows.allocate(blocks, _BLOCK, self.model.config.hidden_size, length, self._dimensions)
+        length, shares = self.cache.length, 1 if team == 1 else _SHARES * team
+        scores = self._memory.scores.shape
+        if scores[0] < blocks or scores[1] != shares or scores[3] < length:
+            self._memory = Rows.allocate(
+                blocks, _BLOCK, shares, self.model.config.hidden_size, length, self._dimensions
+            )  # fmt: skip
         return self._memory
 
 
@@ -152,9 +163,9 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 
 def _blocks(count: int, threads: int) -> np.ndarray:
     """Where blocks of sequences begin: equally many for all threads, of whole tiles."""
-    tiles, blocks = -(-count // ROWS), -(-count // _BLOCK)
+    tiles, blocks = -(-count // _TILE), -(-count // _BLOCK)
     blocks = min(tiles, round_up(blocks, threads))
-    return np.minimum(np.arange(blocks + 1) * tiles // max(blocks, 1) * ROWS, count)
+    return np.minimum(np.arange(blocks + 1) * tiles // max(blocks, 1) * _TILE, count)
 
 
 def read_weights(model: DecoderModel) -> Weights:
@@ -163,14 +174,14 @@ def read_weights(model: DecoderModel) -> Weights:
 
     def vectors(name: str) -> np.ndarray:
         """[N, width], width 0 if the layers have no such parameter."""
-        found = [parameters[name].detach() for parameters in parameters_of if name in parameters]
+        found = [parameters[name].detach().float() for parameters in parameters_of if name in parameters]
         return torch.stack(found or [torch.empty(0)] * len(parameters_of)).numpy()
 
     def matrices(name: str) -> np.ndarray:
-        return torch.stack([pack(parameters[name].detach()) for parameters in parameters_of]).numpy()
+        return _bits(torch.stack([pack(parameters[name].detach()) for parameters in parameters_of]))
 
     return Weights(
-        embedding=model.embed_tokens.weight.detach().numpy(),
+        embedding=_bits(model.embed_tokens.weight.detach()),
         norm=vectors("input_layernorm.weight"),
         qkv=matrices("self_attn.qkv_proj.weight"),
         qkv_bias=vectors("self_attn.qkv_proj.bias"),
@@ -183,6 +194,12 @@ def read_weights(model: DecoderModel) -> Weights:
         gate_up_bias=vectors("mlp.gate_up_proj.bias"),
         down=matrices("mlp.down_proj.weight"),
         down_bias=vectors("mlp.down_proj.bias"),
-        last_norm=model.norm.weight.detach()[None].numpy(),
-        head=pack(model.head_weight().detach())[None].numpy(),
+        last_norm=model.norm.weight.detach().float()[None].numpy(),
+        head=_bits(pack(model.head_weight().detach())[None]),
+        head_bias=np.empty((1, 0), np.float32),
     )
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """bfloat16 numbers as int16: NumPy has no such type."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

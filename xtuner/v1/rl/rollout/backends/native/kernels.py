@@ -1,7 +1,10 @@
-"""A small dense model on the CPU: kernels that take a block of sequences through whole forwards and draw their tokens.
+"""A dense model on the CPU: kernels that take sequences through whole forwards and draw their tokens.
 
 Every number of a sequence is computed in an order that depends on this sequence alone: other sequences, blocks,
-threads and the steps of a call change no bit.
+threads and the steps of a call change no bit. What is done to a row is in `ops.cpu_rows` and `ops.jit_gemm`, which the
+trainer's kernels are made of too.
+
+Weights are float32, or bfloat16, then called half: then every result that the trainer stores in a tensor is rounded.
 """
 
 import math
@@ -10,9 +13,34 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xtuner.v1.ops.jit import exp, kernel, part, scalar
-from xtuner.v1.ops.jit_gemm import matmul, padded
-from xtuner.v1.ops.simd import LANES, exp_lanes, fma, larger, largest, load, splat, store, total
+from xtuner.v1.ops.cpu_rows import (
+    add_row,
+    largest_of_row,
+    load_row,
+    logprob_of,
+    norm_row,
+    round_row,
+    store_row,
+    swiglu_row,
+    turn_head,
+    weights_of_row,
+)  # fmt: skip
+from xtuner.v1.ops.jit import kernel, part, scalar
+from xtuner.v1.ops.jit_gemm import matmul
+from xtuner.v1.ops.simd import (
+    LANES,
+    exp_lanes,
+    first,
+    fma,
+    larger,
+    largest,
+    load,
+    load_bfloat16,
+    load_one,
+    splat,
+    store,
+    total,
+)  # fmt: skip
 from xtuner.v1.ops.threads import run_blocks
 
 from .sampler import uniform
@@ -20,7 +48,7 @@ from .scheduler import LENGTH, NOT_FINITE, RUNNING, STOP
 
 _uniform = scalar(uniform)
 # Constants of Numpy: for each one of Python, Numba would compile the function that gets it once more.
-_ADD, _SET, _YES, _NO, _FIRST = np.bool_(True), np.bool_(False), np.bool_(True), np.bool_(False), np.int64(0)
+_YES, _NO, _FIRST = np.bool_(True), np.bool_(False), np.int64(0)
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
@@ -33,10 +61,13 @@ class Dimensions(NamedTuple):
     inner: int
     vocab: int
     eps: np.float32
+    scale: np.float32
+    """Of attention's scores."""
 
 
 class Weights(NamedTuple):
-    """Of all N layers; matrices are packed, and biases and head norms that the model lacks have width 0."""
+    """Of all N layers; matrices are packed, and biases and head norms that the model lacks have width 0. Embedding and
+    matrices are float32, or int16 with the bits of bfloat16."""
 
     embedding: np.ndarray
     """[V, H]"""
@@ -55,6 +86,8 @@ class Weights(NamedTuple):
     last_norm: np.ndarray
     """[1, H]"""
     head: np.ndarray
+    head_bias: np.ndarray
+    """[1, 0]"""
 
 
 class Cache(NamedTuple):
@@ -70,7 +103,7 @@ class Cache(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Working memory of up to BLOCK rows that go through the model together; as arguments of a kernel, of N blocks."""
+    """Working memory of R rows that go through the model together; as arguments of a kernel, of N blocks of them."""
 
     slots: np.ndarray
     places: np.ndarray
@@ -79,30 +112,30 @@ class Rows(NamedTuple):
     positions: np.ndarray
     hidden: np.ndarray
     normed: np.ndarray
+    """Hidden states behind a norm; also what attention and MLP add to them."""
     qkv: np.ndarray
     attended: np.ndarray
     gate_up: np.ndarray
     logits: np.ndarray
     scores: np.ndarray
-    """[Hq, L], of one row."""
+    """[S, group, L], of the S rows that are attended or drawn from at a time."""
     sums: np.ndarray
-    """Of parts of one row's probabilities."""
+    """[S, V / LANES + LANES], of parts of a row's weights."""
 
     @classmethod
-    def allocate(cls, blocks: int, count: int, hidden: int, length: int, m: Dimensions) -> "Rows":
-        """length: of the cache. From torch, whose memory begins where vectors should."""
+    def allocate(cls, blocks: int, count: int, shares: int, hidden: int, length: int, m: Dimensions) -> "Rows":
+        """For blocks of `count` rows, `shares` at a time; length: of the cache. From torch, whose memory begins where
+        vectors should."""
 
         def floats(*shape: int) -> np.ndarray:
             return torch.zeros(blocks, *shape).numpy()
 
-        def rows(width: int) -> np.ndarray:
-            return floats(count, padded(width))
-
         numbers = (np.zeros((blocks, count), np.int64) for _ in range(4))
         return cls(
-            *numbers, rows(hidden), rows(hidden), rows((m.q_heads + 2 * m.kv_heads) * m.head_dim),
-            rows(m.q_heads * m.head_dim), rows(2 * m.inner), rows(m.vocab), floats(m.q_heads, length),
-            floats(max(m.q_heads, padded(m.vocab) // LANES)),
+            *numbers, floats(count, hidden), floats(count, hidden),
+            floats(count, (m.q_heads + 2 * m.kv_heads) * m.head_dim), floats(count, m.q_heads * m.head_dim),
+            floats(count, 2 * m.inner), floats(count, m.vocab), floats(shares, m.q_heads // m.kv_heads, length),
+            floats(shares, -(-m.vocab // LANES) + LANES),
         )  # fmt: skip
 
 
@@ -120,183 +153,240 @@ def _up(number, multiple):
     return (number + multiple - 1) // multiple * multiple
 
 
-# ---------------------------------------------------------------- the model
+# ---------------------------------------------------------------- parts of a forward
+
+# Each is one share of the work on `count` rows, which `threads` threads divide among them.
 
 
 @part
-def _rms_norm(count, x, weight, layer, eps, out):
-    width = weight.shape[1]
-    for i in range(count):
-        squares = _ZERO
-        for c in range(width):
-            squares += x[i, c] * x[i, c]
-        factor = _ONE / np.sqrt(squares / np.float32(width) + eps)
-        for c in range(width):
-            out[i, c] = x[i, c] * factor * weight[layer, c]
+def _embed(share, shares, count, w, r):
+    width = r.hidden.shape[1]
+    for i in range(share, count, shares):
+        for c in range(0, width, LANES):
+            at = r.ids[i] * width + c
+            if w.embedding.itemsize == 2:
+                numbers = load_bfloat16(w.embedding, at, width - c)
+            else:
+                numbers = load_row(w.embedding, r.ids[i] * width, c, width, splat(_ZERO))
+            store_row(r.hidden, i * width, c, width, numbers)
 
 
 @part
-def _add_bias(count, x, bias, layer):
-    for i in range(count):
-        for c in range(bias.shape[1]):
-            x[i, c] += bias[layer, c]
+def _norm(share, shares, count, weight, layer, eps, add, half, r):
+    """Behind what attention or MLP `add` to the hidden states."""
+    width = r.hidden.shape[1]
+    for i in range(share, count, shares):
+        at = i * width
+        if add:
+            add_row(r.hidden, at, r.normed, at, width, r.hidden, at)
+            if half:
+                round_row(r.hidden, at, width)
+        norm_row(r.hidden, at, width, weight, layer * width, eps, r.normed, at)
+        if half:
+            round_row(r.normed, at, width)
 
 
 @part
-def _rotate(x, at, weight, weight_at, cos, sin, angle_at, dim, eps, factor):
-    """RMS-norm one head if there is a weight, rotate it and multiply it by `factor`, in place."""
-    half, scale = dim // 2, splat(factor)
-    if weight.size:
-        squares = splat(_ZERO)
-        for d in range(0, dim, LANES):
-            squares = fma(load(x, at + d), load(x, at + d), squares)
-        scale = splat(factor / np.sqrt(total(squares) / np.float32(dim) + eps))
-    for d in range(0, half, LANES):
-        first, second = load(x, at + d) * scale, load(x, at + half + d) * scale
-        if weight.size:
-            first, second = first * load(weight, weight_at + d), second * load(weight, weight_at + half + d)
-        cosine, sine = load(cos, angle_at + d), load(sin, angle_at + d)
-        store(x, at + d, first * cosine - second * sine)
-        store(x, at + half + d, second * cosine + first * sine)
+def _product(share, shares, count, a, weight, layer, bias, out, half):
+    panels = weight.shape[1]
+    matmul(share * panels // shares, (share + 1) * panels // shares, count, a, weight, layer, bias, out, half)
 
 
 @part
-def _store(count, layer, m, w, cache, r):
-    """Rotate queries, which get the scale of attention too, and keys; put keys and values into the cache."""
+def _store(share, shares, count, layer, m, w, cache, half, r):
+    """Rotate queries, which then get the scale of attention, and keys; put keys and values into the cache."""
     _, layers, _, length, dim = cache.values.shape
-    scale = _ONE / np.sqrt(np.float32(dim))
-    for i in range(count):
+    for i in range(share, count, shares):
         place, position = r.places[i], r.positions[i]
         at, angle = i * r.qkv.shape[1], position * (dim // 2)
         panel, lane = position // LANES, position % LANES
         for head in range(m.q_heads):
-            _rotate(
-                r.qkv, at + head * dim, w.q_norm, layer * dim, cache.cos, cache.sin, angle, dim, m.eps, scale
+            query = at + head * dim
+            turn_head(
+                r.qkv, query, dim, w.q_norm, layer * dim, w.q_norm.size > 0, m.eps, cache.cos, cache.sin, angle,
+                r.qkv, query,
             )  # fmt: skip
+            if half:
+                round_row(r.qkv, query, dim)
+            for d in range(0, dim, LANES):
+                store(r.qkv, query + d, load(r.qkv, query + d) * splat(m.scale))
         for head in range(m.kv_heads):
-            key = (m.q_heads + head) * dim
-            value = key + m.kv_heads * dim
-            _rotate(r.qkv, at + key, w.k_norm, layer * dim, cache.cos, cache.sin, angle, dim, m.eps, _ONE)
+            column = (m.q_heads + head) * dim
+            key, value = at + column, at + column + m.kv_heads * dim
+            turn_head(
+                r.qkv, key, dim, w.k_norm, layer * dim, w.k_norm.size > 0, m.eps, cache.cos, cache.sin, angle,
+                r.qkv, key,
+            )  # fmt: skip
+            if half:
+                round_row(r.qkv, key, dim)
             for d in range(dim):
-                cache.keys[place, layer, head, panel, d, lane] = r.qkv[i, key + d]
+                cache.keys[place, layer, head, panel, d, lane] = r.qkv[i, column + d]
             row = ((place * layers + layer) * m.kv_heads + head) * length + position
             for d in range(0, dim, LANES):
-                store(cache.values, row * dim + d, load(r.qkv, at + value + d))
+                store(cache.values, row * dim + d, load(r.qkv, value + d))
 
 
 @part
-def _attend(count, layer, m, cache, r):
-    """Every row to its sequence up to itself."""
+def _attend(share, shares, count, layer, m, cache, half, r):
+    """Every row to its sequence up to itself: scores are summed in the order of the head's numbers, weights and values
+    in that of the keys."""
     _, layers, _, length, dim = cache.values.shape
-    group, width = m.q_heads // m.kv_heads, r.scores.shape[1]
-    # Each step for all heads before the next step: the processor works on several heads at a time.
-    for i in range(count):
+    group = m.q_heads // m.kv_heads
+    for i in range(share, count, shares):
         seen = r.positions[i] + 1
-        whole, first = _up(seen, LANES), (r.places[i] * layers + layer) * m.kv_heads
         for head in range(m.q_heads):
-            at = (first + head // group) * length * dim
-            for p in range(0, whole, LANES):
-                score = splat(_ZERO)
-                for d in range(dim):
-                    score = fma(splat(r.qkv[i, head * dim + d]), load(cache.keys, at + p * dim + d * LANES), score)
-                store(r.scores, head * width + p, score)
-        for head in range(m.q_heads):
-            for p in range(seen, whole):
-                r.scores[head, p] = -_INFINITY
-            at, sums = head * width, splat(_ZERO)
-            best = splat(_highest(r.scores, at, whole))
-            for p in range(at, at + whole, LANES):
-                weight = exp_lanes(load(r.scores, p) - best)
-                store(r.scores, p, weight)
+            at = ((r.places[i] * layers + layer) * m.kv_heads + head // group) * length * dim
+            scores = (share * group + head % group) * r.scores.shape[2]
+            _score(r.qkv, i * r.qkv.shape[1] + head * dim, cache.keys, at, dim, _up(seen, LANES), r.scores, scores)
+            _weigh(r.scores, scores, seen)
+            _gather(r.scores, scores, seen, cache.values, at, dim, half, r.attended, (i * m.q_heads + head) * dim)
+
+
+@part
+def _score(query, q_at, keys, at, dim, whole, scores, out):
+    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side."""
+    step, p = dim * LANES, 0
+    while p + 4 * LANES <= whole:
+        s0 = s1 = s2 = s3 = splat(_ZERO)
+        for d in range(dim):
+            q, key = load_one(query, q_at + d), at + p * dim + d * LANES
+            s0 = fma(q, load(keys, key), s0)
+            s1 = fma(q, load(keys, key + step), s1)
+            s2 = fma(q, load(keys, key + 2 * step), s2)
+            s3 = fma(q, load(keys, key + 3 * step), s3)
+        store(scores, out + p, s0)
+        store(scores, out + p + LANES, s1)
+        store(scores, out + p + 2 * LANES, s2)
+        store(scores, out + p + 3 * LANES, s3)
+        p += 4 * LANES
+    while p < whole:
+        s0 = splat(_ZERO)
+        for d in range(dim):
+            s0 = fma(load_one(query, q_at + d), load(keys, at + p * dim + d * LANES), s0)
+        store(scores, out + p, s0)
+        p += LANES
+
+
+@part
+def _weigh(scores, at, seen):
+    """e^(score - the largest), in the scores' place; what is not seen gets anything."""
+    last = (seen - 1) // LANES * LANES
+    store(scores, at + last, first(load(scores, at + last), seen - last, splat(-_INFINITY)))
+    best = load(scores, at)
+    for p in range(LANES, last + 1, LANES):
+        best = larger(best, load(scores, at + p))
+    peak = splat(largest(best))
+    for p in range(0, last + 1, LANES):
+        store(scores, at + p, exp_lanes(load(scores, at + p) - peak))
+
+
+@part
+def _gather(weights, at, seen, values, v_at, dim, half, out, out_at):
+    """The weighted mean of values, heads of two vectors or more."""
+    d, none = 0, splat(_ZERO)
+    while d < dim:
+        four = d + 4 * LANES <= dim
+        v0 = v1 = v2 = v3 = sums = none
+        if four:
+            for p in range(seen):
+                weight, value = load_one(weights, at + p), v_at + p * dim + d
                 sums = sums + weight
-            r.sums[head] = _ONE / total(sums)
-        for head in range(m.q_heads):
-            at, out = (first + head // group) * length * dim, i * r.attended.shape[1] + head * dim
-            for d in range(0, dim, 2 * LANES):
-                left = right = splat(_ZERO)
-                for p in range(seen):
-                    weight = splat(r.scores[head, p])
-                    left = fma(weight, load(cache.values, at + p * dim + d), left)
-                    right = fma(weight, load(cache.values, at + p * dim + d + LANES), right)
-                share = splat(r.sums[head])
-                store(r.attended, out + d, left * share)
-                store(r.attended, out + d + LANES, right * share)
+                v0 = fma(weight, load(values, value), v0)
+                v1 = fma(weight, load(values, value + LANES), v1)
+                v2 = fma(weight, load(values, value + 2 * LANES), v2)
+                v3 = fma(weight, load(values, value + 3 * LANES), v3)
+        else:
+            for p in range(seen):
+                weight, value = load_one(weights, at + p), v_at + p * dim + d
+                sums = sums + weight
+                v0 = fma(weight, load(values, value), v0)
+                v1 = fma(weight, load(values, value + LANES), v1)
+        share = splat(_ONE) / sums
+        store(out, out_at + d, v0 * share)
+        store(out, out_at + d + LANES, v1 * share)
+        if four:
+            store(out, out_at + d + 2 * LANES, v2 * share)
+            store(out, out_at + d + 3 * LANES, v3 * share)
+        d += (4 if four else 2) * LANES
+    if half:
+        round_row(out, out_at, dim)
 
 
 @part
-def _highest(x, at, size):
-    """Of whole vectors from place `at` on."""
-    best = load(x, at)
-    for p in range(LANES, size, LANES):
-        best = larger(best, load(x, at + p))
-    return largest(best)
+def _swiglu(share, shares, count, inner, half, r):
+    """In the gate's place."""
+    for i in range(share, count, shares):
+        at = 2 * i * inner
+        swiglu_row(r.gate_up, at, inner, r.gate_up, at)
+        if half:
+            round_row(r.gate_up, at, inner)
+
+
+# ---------------------------------------------------------------- the model
 
 
 @part
-def _swiglu(count, inner, x):
-    """silu(gate) * up in the gate's place."""
-    for i in range(count):
-        for c in range(inner):
-            gate = x[i, c]
-            x[i, c] = gate / (_ONE + exp(-gate)) * x[i, inner + c]
-
-
-@part
-def _forward(count, m, w, cache, r, fills_only):
-    """From `ids` at `positions` of their sequences to hidden states before the last norm.
+def _forward(count, m, w, cache, r, fills_only, threads):
+    """From `ids` at `positions` of their sequences to hidden states, still without what the last MLP adds.
 
     fills_only: nobody wants the hidden states, so the last layer is done when its keys and values are stored.
     """
-    for i in range(count):
-        for c in range(w.embedding.shape[1]):
-            r.hidden[i, c] = w.embedding[r.ids[i], c]
-    layers = w.norm.shape[0]
+    half, layers = w.qkv.itemsize == 2, w.norm.shape[0]
+    shares = r.scores.shape[0]
+    run_blocks(_embed, shares, threads, (shares, count, w, r))
     for layer in range(layers):
-        _rms_norm(count, r.hidden, w.norm, layer, m.eps, r.normed)
-        matmul(count, r.normed, w.qkv, layer, r.qkv, _SET)
-        _add_bias(count, r.qkv, w.qkv_bias, layer)
-        _store(count, layer, m, w, cache, r)
+        run_blocks(_norm, shares, threads, (shares, count, w.norm, layer, m.eps, layer > 0, half, r))
+        run_blocks(_product, shares, threads, (shares, count, r.normed, w.qkv, layer, w.qkv_bias, r.qkv, half))
+        run_blocks(_store, shares, threads, (shares, count, layer, m, w, cache, half, r))
         if fills_only and layer == layers - 1:
             return
-        _attend(count, layer, m, cache, r)
-        matmul(count, r.attended, w.o, layer, r.hidden, _ADD)
-        _add_bias(count, r.hidden, w.o_bias, layer)
-        _rms_norm(count, r.hidden, w.mlp_norm, layer, m.eps, r.normed)
-        matmul(count, r.normed, w.gate_up, layer, r.gate_up, _SET)
-        _add_bias(count, r.gate_up, w.gate_up_bias, layer)
-        _swiglu(count, m.inner, r.gate_up)
-        matmul(count, r.gate_up, w.down, layer, r.hidden, _ADD)
-        _add_bias(count, r.hidden, w.down_bias, layer)
+        run_blocks(_attend, shares, threads, (shares, count, layer, m, cache, half, r))
+        run_blocks(_product, shares, threads, (shares, count, r.attended, w.o, layer, w.o_bias, r.normed, half))
+        run_blocks(_norm, shares, threads, (shares, count, w.mlp_norm, layer, m.eps, _YES, half, r))
+        run_blocks(
+            _product, shares, threads, (shares, count, r.normed, w.gate_up, layer, w.gate_up_bias, r.gate_up, half)
+        )
+        run_blocks(_swiglu, shares, threads, (shares, count, m.inner, half, r))
+        run_blocks(_product, shares, threads, (shares, count, r.gate_up, w.down, layer, w.down_bias, r.normed, half))
+
+
+@part
+def _head(count, m, w, r, threads):
+    """Logits of what `_forward` left."""
+    half, shares = w.qkv.itemsize == 2, r.scores.shape[0]
+    run_blocks(_norm, shares, threads, (shares, count, w.last_norm, _FIRST, m.eps, _YES, half, r))
+    run_blocks(_product, shares, threads, (shares, count, r.normed, w.head, _FIRST, w.head_bias, r.logits, _NO))
 
 
 # ---------------------------------------------------------------- prefill
 
 
 @kernel
-def prefill(starts, ids, positions, places, copy_starts, copies, m, w, cache, rows, threads):
+def prefill(starts, ids, positions, places, copy_starts, copies, m, w, cache, rows, threads, team):
     """Fill the cache with the rows of prompts, each prompt's in order; then copy prompts for their siblings.
 
     Block i has the rows [starts[i], starts[i + 1]) of ids, positions and places, and the copies
-    [copy_starts[i], copy_starts[i + 1]): from which place to which, and how many tokens, int64 [C, 3].
+    [copy_starts[i], copy_starts[i + 1]): from which place to which, and how many tokens, int64 [C, 3]. `threads` take
+    blocks, and `team` threads share the work on each: one of them is 1.
     """
-    arguments = (starts, ids, positions, places, copy_starts, copies, m, w, cache, rows)
+    arguments = (starts, ids, positions, places, copy_starts, copies, m, w, cache, rows, team)
     run_blocks(_prefill_block, starts.size - 1, threads, arguments)
 
 
 @part
-def _prefill_block(block, starts, ids, positions, places, copy_starts, copies, m, w, cache, rows):
+def _prefill_block(block, starts, ids, positions, places, copy_starts, copies, m, w, cache, rows, team):
     r = _of_block(rows, block)
     for begin in range(starts[block], starts[block + 1], r.ids.size):
         count = min(r.ids.size, starts[block + 1] - begin)
         for i in range(count):
             r.ids[i], r.positions[i], r.places[i] = ids[begin + i], positions[begin + i], places[begin + i]
-        _forward(count, m, w, cache, r, _YES)
-    for c in range(copy_starts[block], copy_starts[block + 1]):
-        _copy(copies[c, 0], copies[c, 1], copies[c, 2], cache)
+        _forward(count, m, w, cache, r, _YES, team)
+    run_blocks(_copy, copy_starts[block + 1] - copy_starts[block], team, (copy_starts[block], copies, cache))
 
 
 @part
-def _copy(source, target, size, cache):
+def _copy(number, first_copy, copies, cache):
+    source, target, size = copies[first_copy + number]
     _, layers, heads, _, dim = cache.values.shape
     for layer in range(layers):
         for head in range(heads):
@@ -315,24 +405,25 @@ def _copy(source, target, size, cache):
 
 @kernel
 def decode(
-    starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows, threads
+    starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows, threads, team
 ):  # fmt: skip
     """Up to `steps` tokens for every sequence, until it ends.
 
     Block i is slots [starts[i], starts[i + 1]). The slot table, ids, log-probs and stop ids are the scheduler's;
     places [B] is where in the cache slots are; ends [B] gets how each sequence stands. Those whose distribution is
-    made elsewhere get their logits in outside [B, V] and no token.
+    made elsewhere get their logits in outside [B, V] and no token. Threads as of `prefill`.
     """
-    arguments = (starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows)
+    arguments = (starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows, team)
     run_blocks(_decode_block, starts.size - 1, threads, arguments)
 
 
 @part
 def _decode_block(
-    block, starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows
+    block, starts, steps, table, tokens, logprobs, stop_ids, places, ends, outside, m, w, cache, rows, team
 ):  # fmt: skip
     count = starts[block + 1] - starts[block]
     r = _of_block(rows, block)
+    shares = r.scores.shape[0]
     for i in range(count):
         r.slots[i] = starts[block] + i
         r.places[i] = places[r.slots[i]]
@@ -340,27 +431,38 @@ def _decode_block(
         for i in range(count):
             r.positions[i] = table[r.slots[i]].length - 1
             r.ids[i] = tokens[r.slots[i], r.positions[i]]
-        _forward(count, m, w, cache, r, _NO)
-        _rms_norm(count, r.hidden, w.last_norm, _FIRST, m.eps, r.normed)
-        matmul(count, r.normed, w.head, _FIRST, r.logits, _SET)
+        _forward(count, m, w, cache, r, _NO, team)
+        _head(count, m, w, r, team)
+        run_blocks(_draw, shares, team, (shares, count, m.vocab, table, tokens, logprobs, stop_ids, ends, outside, r))
         left = 0
         for i in range(count):
             slot = r.slots[i]
-            row = table[slot]
-            if row.truncated or row.penalised:
-                for c in range(m.vocab):
-                    outside[slot, c] = r.logits[i, c]
-                continue
-            token, logprob = _sample(i, m.vocab, row, stop_ids, slot, r)
-            tokens[slot, row.length], logprobs[slot, row.length] = token, logprob
-            row.length += 1
-            ends[slot] = _end(token, logprob, row, stop_ids, slot)
-            if ends[slot] == RUNNING:
+            if ends[slot] == RUNNING and not _drawn_elsewhere(table[slot]):
                 r.slots[left], r.places[left] = slot, r.places[i]
                 left += 1
         count = left
         if count == 0:
             break
+
+
+@part
+def _drawn_elsewhere(row):
+    return row.truncated or row.penalised
+
+
+@part
+def _draw(share, shares, count, vocab, table, tokens, logprobs, stop_ids, ends, outside, r):
+    for i in range(share, count, shares):
+        slot = r.slots[i]
+        row = table[slot]
+        if _drawn_elsewhere(row):
+            for c in range(vocab):
+                outside[slot, c] = r.logits[i, c]
+        else:
+            token, logprob = _sample(i, share, vocab, row, stop_ids, slot, r)
+            tokens[slot, row.length], logprobs[slot, row.length] = token, logprob
+            row.length += 1
+            ends[slot] = _end(token, logprob, row, stop_ids, slot)
 
 
 @part
@@ -373,49 +475,42 @@ def _end(token, logprob, row, stop_ids, slot):
     return LENGTH if row.length >= row.limit else RUNNING
 
 
-@scalar
-def _weight_lanes(x):
-    """e^x for x of at most 0, and exactly 0 where `exp_lanes` ends: what is forbidden has no weight. NaN stays."""
-    return larger(exp_lanes(x) - splat(np.float32(1.7e-38)), splat(_ZERO))
-
-
 @part
-def _sample(i, vocab, row, stop_ids, slot, r):
-    """Token and log-prob as `sampler.sample` defines them. Overwrites row i of the logits."""
-    at, whole, early = i * r.logits.shape[1], _up(vocab, LANES), row.length < row.min_length
-    for c in range(vocab, whole):
-        r.logits[i, c] = -_INFINITY
+def _sample(i, share, vocab, row, stop_ids, slot, r):
+    """Token and log-prob as `sampler.sample` defines them, the log-prob with the trainer's bits."""
+    at, early, sums = i * vocab, row.length < row.min_length, splat(_ZERO)
     if row.greedy:
-        best, sums = _highest(r.logits, at, whole), splat(_ZERO)
-        for c in range(0, whole, LANES):
-            sums = sums + _weight_lanes(load(r.logits, at + c) - splat(best))
+        best = largest_of_row(r.logits, at, vocab)
+        for c in range(0, vocab, LANES):
+            sums = sums + weights_of_row(r.logits, at, c, vocab, best, _ONE)
         if early:
             _forbid(i, stop_ids, slot, r)
-        chosen, token = _highest(r.logits, at, whole), 0
+        chosen, token = largest_of_row(r.logits, at, vocab), 0
         while token < vocab - 1 and r.logits[i, token] != chosen:
             token += 1
-        return token, chosen - best - np.log(total(sums))
+        return token, logprob_of(chosen, best, _ONE, total(sums))
     if early:
         _forbid(i, stop_ids, slot, r)
-    # Sums of vectors first: adding one by one would wait for every addition and round more.
-    best, scale, sum_ = splat(_highest(r.logits, at, whole)), splat(row.inv_temperature), _ZERO
-    for c in range(0, whole, LANES):
-        weight = _weight_lanes((load(r.logits, at + c) - best) * scale)
-        store(r.logits, at + c, weight)
-        sum_ += total(weight)
-        r.sums[c // LANES] = sum_
+    best, scale, sum_, pieces = largest_of_row(r.logits, at, vocab), row.inv_temperature, _ZERO, -(-vocab // LANES)
+    for piece in range(pieces):
+        weights = weights_of_row(r.logits, at, piece * LANES, vocab, best, scale)
+        sums = sums + weights
+        sum_ += total(weights)
+        r.sums[share, piece] = sum_
     # The largest uniform number times the sum rounds below the sum: some piece passes it, and that piece has a
     # weight above 0. The last of these serves if, rounded otherwise, none inside the piece passes.
     goal, piece = _uniform(row.seed, row.length) * sum_, 0
-    while piece < whole // LANES - 1 and r.sums[piece] <= goal:
+    while piece < pieces - 1 and r.sums[share, piece] <= goal:
         piece += 1
-    reached = r.sums[piece - 1] if piece else _ZERO
-    token = piece * LANES
-    for c in range(piece * LANES, (piece + 1) * LANES):
-        if r.logits[i, c] > _ZERO and reached <= goal:
-            token = c
-            reached += r.logits[i, c]
-    return token, np.log(r.logits[i, token] / sum_)
+    reached, token = r.sums[share, piece - 1] if piece else _ZERO, piece * LANES
+    weights = weights_of_row(r.logits, at, piece * LANES, vocab, best, scale)
+    store(r.sums, share * r.sums.shape[1] + pieces, weights)
+    for lane in range(LANES):
+        weight = r.sums[share, pieces + lane]
+        if weight > _ZERO and reached <= goal:
+            token = piece * LANES + lane
+            reached += weight
+    return token, logprob_of(r.logits[i, token], best, scale, total(sums))
 
 
 @part
