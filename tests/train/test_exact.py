@@ -36,15 +36,18 @@ def test_what_cannot_be_exact_is_refused_by_name(model, tmp_path, changes, words
     assert check_exact(cfg) == []
 
 
-def test_experts_and_strange_heads_are_refused(tmp_path, model):
-    folder = write_moe_model(tmp_path / "moe")
-    (problem,) = check_exact(config(folder, tmp_path, deterministic=True))
-    assert "qwen3_moe models have experts" in problem
+def test_strange_experts_and_heads_are_refused(tmp_path, model):
+    moe = get_model_config_from_hf(write_moe_model(tmp_path / "moe"))
+    moe.attention.head_dim = 32
+    assert exact_problems(moe, "cpu", torch.float32) == exact_problems(moe, "cuda", torch.bfloat16) == []
+    moe.router.bias = True
+    assert "transposed experts" in exact_problems(moe, "cpu", torch.float32)[0]
     dense = get_model_config_from_hf(model)
     assert exact_problems(dense, "cpu", torch.float32) == []
-    dense.attention.head_dim = 96
+    dense.attention.head_dim, dense.intermediate_size = 96, 100
     problems = exact_problems(dense, "cuda", torch.float32)
-    assert "attention.head_dim=96" in problems[0] and "torch.float32" in problems[1]
+    assert "attention.head_dim=96" in problems[0] and "intermediate_size=100" in problems[1]
+    assert "torch.float32" in problems[2]
     dense.attention.sliding_window = 8
     assert "sliding windows" in exact_problems(dense, "cpu", torch.float32)[0]
 
@@ -84,6 +87,12 @@ def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(model, tmp_path, s
     for step in (1, 2, 3):
         for row in run.trajectories(step):
             assert row["train_logprobs"] == row["rollout_logprobs"] and len(row["rollout_logprobs"]) == len(row["response_ids"])
+
+
+def test_experts_see_one_token_at_a_time(tmp_path):
+    folder = write_moe_model(tmp_path / "moe")
+    run = fit(config(folder, tmp_path, deterministic=True, total_train_steps=2))
+    assert run.series("mismatch/mismatch_differing_tokens") == [0.0] * 2
 
 
 def test_a_gap_stops_the_run(model, tmp_path, monkeypatch):
