@@ -59,6 +59,49 @@ def test_gradients_of_products_are_the_ordinary_ones():
         assert _error(got, want) < 4e-3
 
 
+@pytest.mark.parametrize(("columns", "inner"), [(384, 256), (1536, 512), (264, 1000)])
+@pytest.mark.parametrize("mean", [2, 40, 200, 400])
+def test_a_row_s_product_with_its_expert_is_the_one_it_has_alone(columns, inner, mean):
+    from xtuner.v1.ops.exact import exact_linear
+    from xtuner.v1.ops.exact_experts import exact_grouped_mm
+    from xtuner.v1.ops.grouped_mm import reference_grouped_mm
+
+    sizes = torch.randint(0, 2 * mean, (9,), generator=torch.Generator().manual_seed(mean))
+    sizes[3], sizes[8] = 0, 1
+    ends = sizes.cumsum(0).int().to(DEVICE)
+    x, weight = _randn(int(sizes.sum()), inner), _randn(9, columns, inner, seed=1)
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    got = exact_grouped_mm(*leaves, ends)
+    for rows, out, matrix in zip(x.split(sizes.tolist()), got.split(sizes.tolist()), weight, strict=True):
+        if len(rows):
+            assert torch.equal(out, exact_linear(rows, matrix))
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want, seed = reference_grouped_mm(*exact, ends), _randn(*got.shape, seed=2)
+    grads = torch.autograd.grad((got * seed).sum(), leaves)
+    for ours, theirs in zip(grads, torch.autograd.grad((want * seed.double()).sum(), exact), strict=True):
+        assert _error(ours, theirs) < 4e-3
+
+
+def test_sums_over_experts_and_their_shares_are_those_of_one_token():
+    from xtuner.v1.ops.exact_experts import exact_combine_tokens, exact_router_logits
+    from xtuner.v1.ops.expert_order import ExpertOrder, combine_tokens
+
+    x, router = _randn(1000, 256), _randn(64, 256, seed=1)
+    logits = exact_router_logits(x, router)
+    assert _error(logits, x.double() @ router.double().t()) < 1e-6
+    assert torch.equal(exact_router_logits(x[5:8], router), logits[5:8])
+    weights, ids = logits.softmax(-1).topk(8)
+    copies = _randn(1000, 8, 256, seed=2)
+
+    def combined(rows: slice, combine=exact_combine_tokens) -> torch.Tensor:
+        order = ExpertOrder.build(ids[rows], 64)
+        return combine(copies[rows].flatten(0, 1)[order.order], order, weights[rows])
+
+    whole = combined(slice(0, 1000))
+    assert _error(whole, combined(slice(0, 1000), combine_tokens)) < 6e-3
+    assert torch.equal(combined(slice(17, 30)), whole[17:30])
+
+
 PACKS = {
     "plain": SegmentLayout([37, 1, 300, 64, 129], [-1] * 5),
     "shared": SegmentLayout([90, 40, 200, 1, 33, 20, 50, 260, 140, 128, 1], [-1, 0, 0, 0, -1, 4, -1, -1, 7, 7, -1]),
@@ -163,6 +206,8 @@ def test_what_lies_between_products_looks_at_one_row_at_a_time():
             exact_row_statistics(logits[few], labels[few], inv[few], with_entropy=True)[0],
         ]  # fmt: skip
 
+    # The engine has every sum of a residual inside the next norm, the trainer some before it.
+    assert torch.equal(rms_norm(x + residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6)[1])
     whole = all_of(slice(0, 4099))
     assert torch.equal(whole[-1], whole[-2])
     for first, count in ((0, 1), (5, 1), (3, 2), (7, 16), (100, 100), (1, 299), (17, 2000)):
@@ -173,13 +218,20 @@ def test_what_lies_between_products_looks_at_one_row_at_a_time():
 # ---- engine and trainer ----
 
 
-@pytest.fixture(scope="module", params=[128, 32], ids=["wide", "narrow"])
+MODELS = {
+    "wide": {"head_dim": 128, "hidden_size": 512, "intermediate_size": 1024},
+    "narrow": {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256},
+    "experts": {"head_dim": 64, "hidden_size": 256, "moe_intermediate_size": 96, "num_experts": 16},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory):
     import random_model
 
-    heads = {"head_dim": request.param, "hidden_size": 4 * request.param, "intermediate_size": 8 * request.param}
-    random_model.SHAPES["exact"] = random_model.SHAPES["tiny"] | heads | {"num_hidden_layers": 3}
-    return random_model.write_random_model(tmp_path_factory.mktemp("m") / "model", "exact", "cuda")
+    base = random_model.SHAPES["moe-tiny" if request.param == "experts" else "tiny"]
+    random_model.SHAPES["exact"] = base | MODELS[request.param] | {"num_hidden_layers": 3}
+    return random_model.write_random_model(tmp_path_factory.mktemp(request.param) / "model", "exact", "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +330,8 @@ def test_every_log_prob_of_the_engine_is_the_trainer_s(folder, trainer, name):
 
 
 def test_gradients_are_close_to_those_of_the_fast_mode(folder, trainer):
+    if "experts" in str(folder):
+        pytest.skip("half precision sends some tokens to other experts")
     from xtuner.v1.config import AdamWConfig, FSDPConfig
     from xtuner.v1.engine import TrainEngine
     from xtuner.v1.rl.trainer import pack_samples

@@ -86,7 +86,8 @@ def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(model, tmp_path, s
     assert run.series("mismatch/mismatch_logprob_abs_diff_max") == [0.0] * 3
     for step in (1, 2, 3):
         for row in run.trajectories(step):
-            assert row["train_logprobs"] == row["rollout_logprobs"] and len(row["rollout_logprobs"]) == len(row["response_ids"])
+            assert row["train_logprobs"] == row["rollout_logprobs"]
+            assert len(row["rollout_logprobs"]) == len(row["response_ids"])
 
 
 def test_experts_see_one_token_at_a_time(tmp_path):
