@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from xtuner.v1.data_proto import RolloutState, SampleParams, Status
@@ -70,6 +71,16 @@ def test_state_goes_through_json_and_comes_back_equal():
     assert ids(loaded.take(1, "a")) == [5]
     assert loaded.take(1, "a") == [rich]
     assert loaded.count("b", Status.ABORTED) == 1
+
+
+def test_experts_of_rollouts_come_back_too():
+    """A step after a resume replays them like one before."""
+    buffer, experts = SyncReplayBufferConfig().build(), np.arange(24, dtype=np.int16).reshape(4, 3, 2)
+    buffer.put(group_of(0, routed_experts=experts), "a")
+    back = SyncReplayBufferConfig().build()
+    back.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    for state in back.take(1, "a")[0]:
+        assert state.routed_experts.dtype == np.int16 and np.array_equal(state.routed_experts, experts)
 
 
 def test_loading_refuses_what_does_not_fit_and_then_holds_nothing():
