@@ -1,6 +1,7 @@
 """A training engine's weights on their way out."""
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,27 +24,31 @@ class WeightSource:
 
     def __init__(self, model: DecoderModel, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._own: dict[str, Tensor] | None = None
 
     def buckets(self, bucket_bytes: int, dtype: torch.dtype, cast: bool = True) -> Iterator[WeightBucket]:
         """See `TrainEngine.weight_buckets`."""
-        if cast or not self._lies_whole():
+        if cast or self._own is None:
             yield from _ahead(_group(export_hf_tensors(self._model, dtype), None, bucket_bytes), self._device)
-            return
-        if self._own is None:
-            # The parameters' memory is exchanged when they are parked, but never they themselves.
-            self._own = weight_views(self._model)
-        exact = {name for name, place in self._model.hf_params.items() if place.param in self._model.float32_names}
-        yield from _group(((n, t) for n, t in self._own.items() if n not in exact), dtype, bucket_bytes)
-        yield from _group(((n, t) for n, t in self._own.items() if n in exact), None, bucket_bytes)
+        else:
+            for tensors, kept in zip(self._own, (dtype, None), strict=True):
+                yield from _group(tensors.items(), kept, bucket_bytes)
 
-    def _lies_whole(self) -> bool:
+    @cached_property
+    def _own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """The parameters themselves, by name: those to be rounded, and those that stay float32. None if they do not lie
+        whole on this rank's device, or are not what is to go out.
+
+        Their memory is exchanged when they are parked, but never they themselves.
+        """
         if next(adapted_layers(self._model), None) is not None:
-            return False
-        return all(
-            param.device.type == self._device.type and (not isinstance(param, DTensor) or param.device_mesh.size() == 1)
-            for param in self._model.parameters()
-        )
+            return None
+        for param in self._model.parameters():
+            cut = isinstance(param, DTensor) and param.device_mesh.size() > 1
+            if cut or param.device.type != self._device.type:
+                return None
+        exact = {name for name, place in self._model.hf_params.items() if place.param in self._model.float32_names}
+        views = weight_views(self._model)
+        return {n: t for n, t in views.items() if n not in exact}, {n: t for n, t in views.items() if n in exact}
 
 
 def _group(
