@@ -24,7 +24,7 @@ MIXED = [
     request(10), request(11, top_k=7), request(12, top_p=0.6, temperature=1.3), request(13, repetition_penalty=1.4),
     request(14, prompt(0), max_tokens=30, min_tokens=25), request(15, prompt(0), max_tokens=3), request(16),
 ]  # fmt: skip
-LONG = [request(i, max_tokens=200, min_tokens=200) for i in range(5)]
+LONG = [request(i, max_tokens=70, min_tokens=70) for i in range(5)]
 
 
 def said(outputs) -> list[tuple[list[int], list[float], str]]:
@@ -92,7 +92,7 @@ class Script:
         await engine.stop()
         engine = self.engine(max_batch_size=3, cpu_cache_bytes=ROW_BYTES // 2 * 256)
         await engine.start()
-        await self.ask("tight", engine, *(request(i, max_tokens=90, min_tokens=90) for i in range(3)))
+        await self.ask("tight", engine, *(request(i, max_tokens=60, min_tokens=60) for i in range(3)))
         await engine.stop()
 
     async def interruptions(self) -> None:
@@ -217,7 +217,7 @@ def test_every_kind_of_request_in_batches_that_change(two, folder):
 
 
 def test_a_cache_that_is_too_small_for_all_changes_nothing(two, folder):
-    requests = [request(i, max_tokens=90, min_tokens=90) for i in range(3)]
+    requests = [request(i, max_tokens=60, min_tokens=60) for i in range(3)]
     same(two["tight"], said(run(started(folder / "qwen3"), *requests)))
 
 
@@ -225,7 +225,7 @@ def test_aborted_and_cancelled_requests_leave_all_ranks(two, folder):
     whole = said(run(started(folder / "qwen3"), *LONG))
     del whole[1]
     for (ids, logprobs, reason), (all_ids, _, _) in zip(two["aborted"], whole, strict=True):
-        assert reason == "abort" and len(ids) == len(logprobs) < 200 and ids == all_ids[: len(ids)]
+        assert reason == "abort" and len(ids) == len(logprobs) < 70 and ids == all_ids[: len(ids)]
     assert len(two["aborted"][0][0]) > 0
     same(two["after abort"], two["greedy qwen3"])
 

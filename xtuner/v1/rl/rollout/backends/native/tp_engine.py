@@ -48,6 +48,11 @@ class TensorParallelEngine(NativeEngine):
     def __init__(self, model_path: str | Path, *, num_ranks: int, **options: Any) -> None:
         """`num_ranks` neighbouring ranks of the process group are an engine. options: those of `NativeEngine`."""
         super().__init__(model_path, **options)
+        if self._deterministic:
+            raise ValueError(
+                f"deterministic=True: {num_ranks} ranks cut sums, which is not exact; set tensor_parallel_size=1, or "
+                "deterministic=False."
+            )
         self.num_ranks = num_ranks
         self._channel: Channel | None = None
         self._group: dist.ProcessGroup | None = None
@@ -347,7 +352,16 @@ class TensorParallelEngine(NativeEngine):
 
     def _gpu_cache_bytes(self) -> int:
         """What all ranks can spare."""
-        least: Tensor = torch.tensor(super()._gpu_cache_bytes(), device=self.device)
+        own, problem = 0, None
+        try:
+            own = super()._gpu_cache_bytes()
+        except RuntimeError as error:
+            problem = error  # the others must not wait for this rank
+        least: Tensor = torch.tensor(own, device=self.device)
         if not self._broken:
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        if problem is None and not least:
+            problem = RuntimeError("another rank of this engine has no memory left for the cache; its error says more.")
+        if problem is not None:
+            raise problem
         return int(least)
