@@ -182,7 +182,7 @@ def update(m: Model, layout: Layout, pack: int, packs: int, length: int = 1024, 
         weights += gather(2 * m.experts / layout.ep, group // layout.ep, layout.ep)
     held = layout.shard * layout.sp * layout.tp
     reduced = Link()
-    if layout.replicate > 1:  # all-reduce of this rank's part of the gradients
+    if layout.replicate > 1:  # all-reduce of this rank's part of the gradients, once an update
         share = 2 * m.total / held * 2 * (layout.replicate - 1) / layout.replicate
         across = held >= NODE
         reduced = Link(0 if across else share, share if across else 0, share / (NIC if across else NVLINK) / OF_LINK)
@@ -198,16 +198,17 @@ def update(m: Model, layout: Layout, pack: int, packs: int, length: int = 1024, 
         blocked += exchange(2 * own * m.per_token * m.hidden, layout.ep) * 2
     blocked = blocked * (m.layers * again)
     late_forward = max(0.0, weights.seconds - forward)
-    grads = weights + reduced
-    late_backward = max(0.0, weights.seconds + grads.seconds - backward)
-    first = (weights.seconds + grads.seconds) / m.layers  # nothing hides the first gather and the last reduction
-    waiting = blocked.seconds + late_forward + late_backward + first
+    moved = (weights * 3 + blocked) * packs + reduced
+    # Gathered weights and scattered gradients of every pack; between the copies once, with the last pack.
+    late_backward = [max(0.0, 2 * weights.seconds + more - backward) for more in (0.0, reduced.seconds)]
+    # Nothing hides the first gather and the last reduction.
+    ends = (packs * 2 * weights.seconds + reduced.seconds) / m.layers
+    late = packs * late_forward + (packs - 1) * late_backward[0] + late_backward[1] + ends
     optimizer = 28 * m.total / held / COPY
-    moved = (weights * 2 + grads + blocked) * packs
     return Step(
         compute=packs * (forward + backward) + optimizer,
-        waiting=packs * waiting,
-        hidden=packs * (2 * weights.seconds + grads.seconds - late_forward - late_backward - first),
+        waiting=packs * blocked.seconds + late,
+        hidden=packs * 3 * weights.seconds + reduced.seconds - late,
         moved=moved,
         memory=memory(m, layout, rows, recompute),
         tokens=packs * own,

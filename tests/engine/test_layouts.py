@@ -88,9 +88,11 @@ def train(engine: TrainEngine, layout: Layout, steps: range) -> dict[str, Any]:
         first, *others = make_samples(9 if step != 1 else 1, seed=step)
         samples = [first, first, *others]
         total = sum(s.num_trained for s in samples)
-        for pack in packs_of(samples, ranks=data_ranks, length=60, share=True)[data_rank][0]:
+        packs = packs_of(samples, ranks=data_ranks, length=60, share=True)[data_rank][0]
+        for pack in packs:
             logprobs, entropy = engine.forward(pack, with_entropy=True)
-            engine.backward(-(pack.advantages * logprobs + 0.1 * entropy).sum() / total)
+            loss = -(pack.advantages * logprobs + 0.1 * entropy).sum() / total
+            engine.backward(loss, last=pack is packs[-1])
         out["norms"].append(engine.step().grad_norm)
     hook.remove()
     return out | {"weights": weights(engine)}
