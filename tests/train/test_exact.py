@@ -21,7 +21,6 @@ def _fsdp(**changes):
     ("changes", "words"),
     [
         ({"worker": _fsdp(tp_size=2)}, "fsdp_cfg.tp_size=2"),
-        ({"worker": {"sp_size": 2}}, "train_worker_cfg.sp_size=2"),
         ({"worker": _fsdp(fp32_lm_head=True)}, "fp32_lm_head=True"),
         ({"worker": {"lora_cfg": LoRAConfig(dropout=0.1)}}, "lora_cfg.dropout=0.1"),
         ({"rollout": {"cpu_dtype": torch.bfloat16}}, "rollout_config.cpu_dtype=torch.bfloat16"),

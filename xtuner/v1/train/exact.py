@@ -31,11 +31,11 @@ def check_exact(cfg: "RLColocateTrainerConfig") -> list[str]:
         for problem in exact_problems(worker.model_cfg, "cpu" if on_cpu else "cuda", dtype)
     ]
     cuts = {
-        "train_worker_cfg.fsdp_cfg.tp_size": fsdp.tp_size, "train_worker_cfg.fsdp_cfg.ep_size": fsdp.ep_size,
-        "train_worker_cfg.sp_size": worker.sp_size, "rollout_config.tensor_parallel_size": rollout.tensor_parallel_size,
+        "train_worker_cfg.fsdp_cfg.tp_size": fsdp.tp_size,
+        "rollout_config.tensor_parallel_size": rollout.tensor_parallel_size,
     }  # fmt: skip
     problems += [
-        f"{where}: {name}={size} cuts sums or rows over ranks, which is not exact yet; set 1, or {way_out}."
+        f"{where}: {name}={size} cuts the sums of matrix products over ranks, which rounds them otherwise; set 1, or {way_out}."
         for name, size in cuts.items()
         if size > 1
     ]
