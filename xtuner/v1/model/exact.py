@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from xtuner.v1.ops.cpu import cpu_kernels_available
 from xtuner.v1.ops.exact import exact_linear
 
 from .config import MHAConfig, TransformerConfig
@@ -44,6 +45,10 @@ def exact_problems(config: TransformerConfig, device_type: str, dtype: torch.dty
     if attention.sinks or any(config.window_of(layer) for layer in range(config.num_hidden_layers)):
         problems.append(f"{kind} layers have sinks or sliding windows, which exact attention does not know yet")
     if device_type != "cuda":
+        if dtype not in (torch.float32, torch.bfloat16):
+            problems.append(f"the type of compute is {dtype}: exact operations on a CPU are of float32 or bfloat16")
+        if not cpu_kernels_available():
+            problems.append("exact operations on a CPU are Numba's, which is missing: pip install numba")
         return problems
     dim = attention.head_dim
     if dim & (dim - 1) or not 16 <= dim <= 256:
