@@ -1,6 +1,7 @@
 """Exact attention on CUDA: packs and pages; see `exact`. The backwards are those of ordinary packed attention."""
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,6 @@ class ExactPackedAttention:
         self._layout, self._device = layout, device
         tiles, _ = query_tiles(layout, _ROWS, 64)
         self._tiles = torch.from_numpy(tiles).pin_memory().to(device, non_blocking=True)
-        self._hopper, self._flash = HopperAttention(layout, device), FlashAttention(layout, device)
 
     def attend(
         self,
@@ -47,6 +47,14 @@ class ExactPackedAttention:
         if self._hopper.takes(q, v, scale, None, None):
             return _OverHopper.apply(q, k, v, self._hopper, scale, self._tiles)
         return _OverFlash.apply(q, k, v, self._flash, scale, self._tiles)
+
+    @cached_property
+    def _hopper(self) -> HopperAttention:
+        return HopperAttention(self._layout, self._device)
+
+    @cached_property
+    def _flash(self) -> FlashAttention:
+        return FlashAttention(self._layout, self._device)
 
 
 class _OverHopper(_Attention):
@@ -147,6 +155,7 @@ def exact_paged_attention(
 def exact_attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: "PagedRows", scale: float) -> Tensor:
     """`paged_attention.attend_rows`, with what `ExactPackedAttention` gives for the same tokens."""
     from . import exact_attention_kernels as kernels
+    from .paged_attention import TILE
 
     num_q, dim = q.shape[1:]
     num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
@@ -155,7 +164,7 @@ def exact_attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: "PagedRows"
     kernels.paged_rows_attention[(num_q, len(rows.tiles))](
         q, keys, values, rows.tables, rows.starts, rows.before, rows.tiles, out, scale * _LOG2E,
         rows.tables.stride(0), keys.stride(0), values.stride(0),
-        NUM_Q=num_q, GROUP=num_q // num_kv, ROWS=64, TILE=page, D=dim, DV=dim_v,
+        NUM_Q=num_q, GROUP=num_q // num_kv, ROWS=TILE, TILE=page, D=dim, DV=dim_v,
         num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out
