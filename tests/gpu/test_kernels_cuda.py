@@ -146,7 +146,7 @@ def test_drawn_tokens_are_those_of_the_cumulative_distribution():
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
     greedy, forbid = torch.rand(batch, device="cuda") < 0.3, torch.rand(batch, device="cuda") < 0.5
     stop_ids = logits.topk(2).indices
-    tokens, logprobs = draw_tokens(logits, uniform, 1 / temperature, greedy, stop_ids, forbid)
+    tokens, logprobs, *_ = draw_tokens(logits, uniform, 1 / temperature, greedy, stop_ids, forbid)
     allowed = logits.double().clone()
     allowed[forbid.nonzero(), stop_ids[forbid]] = -torch.inf
     scaled = torch.where(greedy[:, None], allowed, allowed * (1 / temperature).double()[:, None])

@@ -47,6 +47,8 @@ class SampleParams(XTunerConfig):
     """Keep the k most likely tokens. 0 or -1: off."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keep tokens at least this likely relative to the most likely one. 0: off."""
     temperature: float = Field(1.0, ge=0)
     """Logits are divided by this. 0: greedy (evaluation only)."""
     repetition_penalty: float = Field(1.0, gt=0)
@@ -68,7 +70,7 @@ class SampleParams(XTunerConfig):
     return_logprob: bool = True
     """Return the log-prob of every generated token; training needs it."""
     top_logprobs: int = Field(1, ge=0)
-    """Alternatives per token an engine reports. 0 and 1: only the sampled token."""
+    """How many of the most likely tokens an engine reports beside each sampled one. 0 and 1: only the sampled token."""
     return_token_ids: bool = True
     """Token ids in and out. False (text only) cannot be trained on."""
     include_stop_str_in_output: bool = True

@@ -1,12 +1,21 @@
-"""Triton kernels that draw one token a row from float32 logits: each logit is read once."""
+"""Triton kernels that draw one token a row from float32 logits.
+
+Plain rows read each logit once. Rows with a `Shaping` are written back as the scores that are drawn from, and read
+again by the kernels of `truncation_kernels` and `alternative_kernels`.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .alternative_kernels import largest_tokens
+from .sampling import IN_PROMPT, Drawn, Shaping
+from .truncation_kernels import RUN, find_cuts, kept, kept_totals
+
 _LOW = tl.constexpr(-1.0e30)  # below every logit, and finite: a difference of two of them is no NaN
 _BLOCK = 4096
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 
 def draw_tokens(
@@ -16,13 +25,20 @@ def draw_tokens(
     greedy: Tensor,
     forbidden: Tensor,
     forbid: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and their log-probs float32 [B] from logits float32 [B, V].
+    shaping: Shaping | None = None,
+) -> Drawn:
+    """One token a row from logits float32 [B, V].
 
-    Sampled rows: inverse of the cumulative distribution of softmax(logits * inv_temperature) at `uniform`, float32
-    [B] in [0, 1). Rows of `greedy` (bool [B]): the largest logit, and its log-prob under softmax(logits). Where
-    `forbid` (bool [B]) holds, the ids `forbidden` int64 [B, S] have no probability; a greedy row's log-prob does
-    not heed that. NaN among the logits gives a log-prob of NaN.
+    Sampled rows: inverse of the cumulative distribution at `uniform`, float32 [B] in [0, 1). The distribution:
+    penalties, what is forbidden, softmax(scores * inv_temperature), the top_k largest, of these the fewest that hold
+    top_p of the probability, of these whose probability is at least min_p of the largest. Of equal scores the one
+    with the lower id comes first. What is lighter than e^-32 of the largest may fall to any truncation.
+
+    Rows of `greedy` (bool [B]): the largest penalised score, and its log-prob under softmax(logits). Where `forbid`
+    (bool [B]) holds, the ids `forbidden` int64 [B, S] have no probability; a greedy row's log-prob does not heed that.
+    NaN among the logits gives a log-prob of NaN.
+
+    With a `shaping`, logits of sampled rows become the scores that were drawn from, and counts grow by the tokens.
     """
     batch, vocab = logits.shape
     chunks = triton.cdiv(vocab, _BLOCK)
@@ -30,15 +46,28 @@ def draw_tokens(
     best = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     logprobs = logits.new_empty(batch)
-    common = {"BLOCK": _BLOCK, "IDS": forbidden.shape[1]}
+    s = shaping
+    run_peaks = None if s is None else logits.new_empty(batch, chunks * (_BLOCK // RUN))
+    common = {"BLOCK": _BLOCK, "IDS": forbidden.shape[1], "SHAPED": s is not None}
+    common["COUNTS"] = s is not None and s.counts is not None
     _summarise[(batch, chunks)](
-        logits, inv_temperature, greedy, forbidden, forbid, peaks, totals, raw, best, vocab, num_warps=8, **common
-    )
+        logits, inv_temperature, greedy, forbidden, forbid, s and s.penalised, s and s.repetition, s and s.presence,
+        s and s.frequency, s and s.counts, s and s.truncated, peaks, totals, raw, best, run_peaks, vocab,
+        RUN=RUN, num_warps=8, **common,
+    )  # fmt: skip
+    cuts = lasts = None
+    if s is not None and run_peaks is not None:
+        truncated = s.truncated & ~greedy
+        cuts, lasts = find_cuts(logits, truncated, s.top_k, s.top_p, s.log_min_p, peaks, totals, run_peaks)
+        kept_totals(logits, truncated, cuts, lasts, peaks, totals, run_peaks, _BLOCK)
     _choose[(batch,)](
-        logits, uniform, inv_temperature, greedy, forbidden, forbid, peaks, totals, raw, best, tokens, logprobs, vocab,
+        logits, uniform, inv_temperature, greedy, forbidden, forbid, s and s.penalised, s and s.living,
+        s and s.counts, cuts, lasts, peaks, totals, raw, best, tokens, logprobs, vocab,
         CHUNKS=chunks, TILE=triton.next_power_of_2(chunks), num_warps=8, **common,
     )  # fmt: skip
-    return tokens, logprobs
+    if s is None or cuts is None or lasts is None:
+        return Drawn(tokens, logprobs)
+    return Drawn(tokens, logprobs, *largest_tokens(logits, tokens, logprobs, s.alternatives, cuts, lasts))
 
 
 def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -69,59 +98,93 @@ def _uniform(seeds, positions, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scores(logits, row, column, vocab, scale, forbidden, forbid, IDS: tl.constexpr):
-    """Logits of a chunk times `scale`, and those with what is forbidden out of reach."""
-    z = tl.load(logits + row.to(tl.int64) * vocab + column, mask=column < vocab, other=0.0) * scale
-    z = tl.where(column < vocab, z, _LOW)
-    allowed = z
+def _penalise(x, counts, place, inside, repetition, presence, frequency):
+    """Logits with the penalties of what was said: repetition first."""
+    count = tl.load(counts + place, mask=inside, other=0)
+    x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+    generated = (count & (_IN_PROMPT - 1)).to(tl.float32)
+    return x - tl.where(generated > 0, presence, 0.0) - frequency * generated
+
+
+@triton.jit
+def _allowed(z, row, column, vocab, scale, forbidden, forbid, IDS: tl.constexpr):
+    """Scores of a chunk times `scale`, with what is forbidden out of reach."""
+    z = tl.where(column < vocab, z * scale, _LOW)
     if forbid:
         for i in range(IDS):
-            allowed = tl.where(column == tl.load(forbidden + row * IDS + i), _LOW, allowed)
-    return z, allowed
+            z = tl.where(column == tl.load(forbidden + row * IDS + i), _LOW, z)
+    return z
 
 
 @triton.jit
 def _summarise(
-    logits, inv_temperature, greedy, forbidden, forbid, peaks, totals, raw, best, vocab,
-    BLOCK: tl.constexpr, IDS: tl.constexpr,
+    logits, inv_temperature, greedy, forbidden, forbid, penalised, repetition, presence, frequency, counts,
+    truncated, peaks, totals, raw, best, run_peaks, vocab,
+    BLOCK: tl.constexpr, IDS: tl.constexpr, SHAPED: tl.constexpr, COUNTS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Of every chunk: the largest score, the sum of exp(score - largest), and where the largest is.
 
-    `raw` is the sum with what is forbidden left in, relative to the same largest score.
+    In greedy rows the sum is of the logits as they came, and `raw` their largest. In truncated rows also the largest
+    of every RUN scores.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     place = row * tl.num_programs(1) + chunk
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    scale = tl.where(tl.load(greedy + row), 1.0, tl.load(inv_temperature + row))
-    z, allowed = _scores(logits, row, column, vocab, scale, forbidden, tl.load(forbid + row), IDS)
-    peak = tl.max(allowed, 0)
+    inside, at = column < vocab, row.to(tl.int64) * vocab + column
+    is_greedy = tl.load(greedy + row)
+    scale = tl.where(is_greedy, 1.0, tl.load(inv_temperature + row))
+    logit = tl.load(logits + at, mask=inside, other=0.0)
+    z, is_forbidden, changes = logit, tl.load(forbid + row), scale != 1.0
+    if COUNTS:
+        if tl.load(penalised + row):
+            changes = True
+            z = _penalise(
+                z, counts, at, inside, tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
+            )  # fmt: skip
+    z = _allowed(z, row, column, vocab, scale, forbidden, is_forbidden, IDS)
+    peak = tl.maximum(tl.max(z, 0), _LOW)
     tl.store(peaks + place, peak)
-    tl.store(totals + place, tl.sum(tl.exp(allowed - peak), 0))
-    tl.store(raw + place, tl.sum(tl.exp(tl.minimum(z - peak, 80.0)), 0))
-    tl.store(best + place, chunk * BLOCK + tl.argmax(allowed, 0))
+    if is_greedy:
+        logit = tl.where(inside, logit, _LOW)
+        largest = tl.maximum(tl.max(logit, 0), _LOW)
+        tl.store(totals + place, tl.sum(tl.exp(logit - largest), 0))
+        tl.store(raw + place, largest)
+        tl.store(best + place, chunk * BLOCK + tl.argmax(z, 0))
+    else:
+        tl.store(totals + place, tl.sum(tl.exp(z - peak), 0))
+        if SHAPED:
+            if changes | is_forbidden:
+                tl.store(logits + at, z, mask=inside)
+            if tl.load(truncated + row):
+                runs = tl.num_programs(1) * (BLOCK // RUN)
+                run = chunk * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
+                tl.store(run_peaks + row * runs + run, tl.max(tl.reshape(z, (BLOCK // RUN, RUN)), 1))
 
 
 @triton.jit
 def _choose(
-    logits, uniform, inv_temperature, greedy, forbidden, forbid, peaks, totals, raw, best, tokens, logprobs, vocab,
-    BLOCK: tl.constexpr, IDS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    logits, uniform, inv_temperature, greedy, forbidden, forbid, penalised, living, counts, cuts, lasts,
+    peaks, totals, raw, best, tokens, logprobs, vocab,
+    BLOCK: tl.constexpr, IDS: tl.constexpr, SHAPED: tl.constexpr, COUNTS: tl.constexpr, CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The chunk where the running sum passes the random share of the total, then the place inside it."""
     row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * vocab
     index = tl.arange(0, TILE)
     known = index < CHUNKS
     chunk_peaks = tl.load(peaks + row * CHUNKS + index, mask=known, other=_LOW)
-    peak = tl.max(chunk_peaks, 0)
-    shrink = tl.exp(chunk_peaks - peak)
-    masses = tl.where(known, tl.load(totals + row * CHUNKS + index, mask=known, other=0.0) * shrink, 0.0)
-    total = tl.sum(masses, 0)
+    chunk_totals = tl.load(totals + row * CHUNKS + index, mask=known, other=0.0)
     if tl.load(greedy + row):
-        top = tl.argmax(chunk_peaks, 0)
-        token = tl.load(best + row * CHUNKS + top)
-        everything = tl.sum(tl.load(raw + row * CHUNKS + index, mask=known, other=0.0) * shrink, 0)
-        tl.store(tokens + row, token.to(tl.int64))
-        tl.store(logprobs + row, -tl.log(everything))
+        token = tl.minimum(tl.load(best + row * CHUNKS + tl.argmax(chunk_peaks, 0)), vocab - 1)
+        chunk_peaks = tl.load(raw + row * CHUNKS + index, mask=known, other=_LOW)
+        peak = tl.max(chunk_peaks, 0)
+        total = tl.sum(tl.where(known, chunk_totals * tl.exp(chunk_peaks - peak), 0.0), 0)
+        logprob = tl.load(start + token) - peak - tl.log(total)
     else:
+        peak = tl.max(chunk_peaks, 0)
+        masses = tl.where(known, chunk_totals * tl.exp(chunk_peaks - peak), 0.0)
+        total = tl.sum(masses, 0)
         reached = tl.cumsum(masses, 0)
         share = tl.load(uniform + row) * total
         # Rounding may leave the share at or above the last sum: then it is the last chunk with any weight.
@@ -129,14 +192,24 @@ def _choose(
         chunk = tl.minimum(tl.min(tl.where((reached > share) & (masses > 0.0), index, TILE), 0), last)
         before = tl.sum(tl.where(index < chunk, masses, 0.0), 0)
         column = chunk * BLOCK + tl.arange(0, BLOCK)
-        scale = tl.load(inv_temperature + row)
-        _, allowed = _scores(logits, row, column, vocab, scale, forbidden, tl.load(forbid + row), IDS)
-        weights = tl.exp(allowed - peak)
-        inside = tl.cumsum(weights, 0) + before
+        z = tl.load(start + column, mask=column < vocab, other=_LOW)
+        if SHAPED:
+            z = tl.where(kept(z, column, tl.load(cuts + row), tl.load(lasts + row)), z, _LOW)
+        else:
+            z = _allowed(z, row, column, vocab, tl.load(inv_temperature + row), forbidden, tl.load(forbid + row), IDS)
+        weights = tl.exp(z - peak)
+        sums = tl.cumsum(weights, 0) + before
         place = tl.arange(0, BLOCK)
         last = tl.max(tl.where(weights > 0.0, place, 0), 0)
-        place = tl.minimum(tl.min(tl.where((inside > share) & (weights > 0.0), place, BLOCK), 0), last)
-        token = chunk * BLOCK + place
-        score = tl.load(logits + row.to(tl.int64) * vocab + tl.minimum(token, vocab - 1)) * scale
-        tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
-        tl.store(logprobs + row, score - peak - tl.log(total))
+        place = tl.minimum(tl.min(tl.where((sums > share) & (weights > 0.0), place, BLOCK), 0), last)
+        token = tl.minimum(chunk * BLOCK + place, vocab - 1)
+        score = tl.load(start + token)
+        if not SHAPED:
+            score *= tl.load(inv_temperature + row)
+        logprob = score - peak - tl.log(total)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, logprob)
+    if COUNTS:
+        if tl.load(penalised + row) & tl.load(living + row):
+            count = counts + row.to(tl.int64) * vocab + token
+            tl.store(count, tl.load(count) + 1)

@@ -63,28 +63,54 @@ def test_logprobs_are_those_of_the_trainer(model_path, engine, temperature):
 
 def test_logprobs_are_of_the_truncated_distribution(model_path, engine):
     model = _trainer(model_path)
-    (out,) = run(engine, r := request(1, temperature=0.8, top_k=7, top_p=0.7, max_tokens=30))
+    wishes = {"temperature": 0.8, "top_k": 7, "top_p": 0.7, "min_p": 0.2, "top_logprobs": 3}
+    out, other = run(engine, r := request(1, max_tokens=30, **wishes), request(2, max_tokens=30))
+    assert len(out.top_logprobs) == len(out.token_ids) and other.top_logprobs is None
     ids, positions, attention, rows = _rows(r.prompt_ids, out.token_ids)
     with torch.no_grad():
         logits = model.logits(model.hidden_states(ids, positions, attention)[rows]).double() / 0.8
-    for row, token, logprob in zip(logits, out.token_ids, out.logprobs, strict=True):
+    for row, token, logprob, top in zip(logits, out.token_ids, out.logprobs, out.top_logprobs, strict=True):
         values, order = row.sort(descending=True)
         values, order = values[:7], order[:7]
         probs = values.softmax(0)
-        kept = int((probs.cumsum(0) - probs < 0.7).sum())
+        kept = int(((probs.cumsum(0) - probs < 0.7) & (probs >= 0.2 * probs[0])).sum())
         assert token in order[:kept]
         expected = values[:kept].log_softmax(0)[order[:kept] == token]
         assert logprob == pytest.approx(expected.item(), abs=1e-5)
+        assert [i for i, _ in top] == order[: min(kept, 3)].tolist()
+        assert [value for _, value in top] == pytest.approx(values[:kept].log_softmax(0)[:3].tolist(), abs=1e-5)
+
+
+def test_alternatives_end_where_the_response_ends(engine):
+    """At a stop token, at a stop string's last token, and at the limit; greedy ones are of the model's distribution."""
+    free, *_ = run(engine, request(1, max_tokens=20, temperature=0, top_logprobs=20))
+    stop = free.token_ids[7]
+    first = free.token_ids.index(stop)
+    stopped, sampled = run(
+        engine, request(1, max_tokens=20, temperature=0, top_logprobs=5, stop_token_ids=[stop]),
+        request(2, max_tokens=3, top_logprobs=2),
+    )  # fmt: skip
+    assert stopped.token_ids == free.token_ids[: first + 1] and len(stopped.top_logprobs) == first + 1
+    for few, many in zip(stopped.top_logprobs, free.top_logprobs, strict=False):
+        assert [i for i, _ in few] == [i for i, _ in many[:5]] and len(many) == 20
+        assert [value for _, value in few] == pytest.approx([value for _, value in many[:5]], abs=1e-5)
+    assert [top[0][0] for top in free.top_logprobs] == free.token_ids
+    assert [top[0][1] for top in free.top_logprobs] == pytest.approx(free.logprobs, abs=1e-6)
+    assert len(sampled.top_logprobs) == 3 and all(len(top) == 2 for top in sampled.top_logprobs)
 
 
 def _mixed():
     kinds = [{}, {"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0}, {"repetition_penalty": 1.3},
-             {"min_tokens": 6, "frequency_penalty": 0.4}, {"presence_penalty": 0.5, "top_k": 20}]  # fmt: skip
+             {"min_tokens": 6, "frequency_penalty": 0.4, "min_p": 0.05},
+             {"presence_penalty": 0.5, "top_k": 20, "top_logprobs": 4}]  # fmt: skip
     return [request(i, prompt(i // 3, 6 + i), max_tokens=8 + 5 * (i % 4), **kinds[i % 8]) for i in range(16)]
 
 
 def _tokens(outputs):
-    return {out.request_id: (out.token_ids, out.finish_reason) for out in outputs}
+    return {
+        out.request_id: (out.token_ids, out.finish_reason, [[i for i, _ in top] for top in out.top_logprobs or []])
+        for out in outputs
+    }
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +157,7 @@ def test_a_small_cache_makes_requests_wait_and_does_not_change_tokens(kernels, m
     running.clear()
     assert _tokens(run(engine, *long)) == _tokens(run(started(model_path), *long))
     assert max(peaks) <= ROW_BYTES * 384
-    assert running[0] == (4 if kernels else 3) and engine.preemptions, "fewer fit at their longest: some had to go back"
+    assert running[0] == (4 if kernels else 3) and engine.statistics()["preemptions"], "fewer fit at their longest: some had to go back"
 
 
 def test_two_engines_and_two_runs_agree_but_seeds_differ(model_path, engine):
@@ -257,7 +283,8 @@ def test_stop_strings_without_a_tokenizer_are_refused_not_ignored(model_path):
         ([7] * 256, {}, ["256", "context_length"]),
         ([7, VOCAB], {}, [str(VOCAB), "vocabulary"]),
         ([7, -1], {}, ["-1", "vocabulary"]),
-        ([7], {"top_logprobs": 4}, ["top_logprobs=4"]),
+        ([7], {"top_logprobs": 21}, ["top_logprobs=21", "20"]),
+        ([7], {"min_tokens": 2, "stop_token_ids": [*range(VOCAB)]}, ["min_tokens=2", "every token"]),
         ([7], {"return_token_ids": False}, ["return_token_ids"]),
         ([7], {"no_stop_trim": False}, ["no_stop_trim"]),
         ([7], {"stops": [""]}, ["stops", "empty"]),

@@ -41,6 +41,9 @@ class GenerateOutput:
     routed_experts: np.ndarray | None = None
     """int16 [P + R - 1, L, K], on request: experts of each token of prompt and response but the last, in each of the L
     layers that have some."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """[R], if `top_logprobs` of the request is above 1: id and log-prob of the most likely tokens of the distribution
+    that each token is of, the first best; fewer where fewer have a probability."""
 
 
 class RolloutEngine(Protocol):

@@ -316,6 +316,7 @@ class NativeEngine:
             request.request_id, sequence.token_ids, sequence.logprobs,
             [self.version] * len(sequence.token_ids), reason, _stage(request), error,
             routed_experts=sequence.routed_experts if request.params.return_routed_experts else None,
+            top_logprobs=sequence.top_logprobs if request.params.top_logprobs > 1 else None,
         )  # fmt: skip
         future.set_result(output)
 

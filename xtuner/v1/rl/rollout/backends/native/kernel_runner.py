@@ -89,7 +89,7 @@ class KernelRunner:
 
     def steps(self, scheduler: Scheduler) -> int:
         rows = scheduler.rows()
-        if (rows["truncated"] | rows["penalised"]).any():
+        if rows["shaped"].any():
             return 1
         fair = int(_CALL_OPERATIONS / self._operations / len(rows))
         return max(1, min(fair, _MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
@@ -117,7 +117,7 @@ class KernelRunner:
 
     def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
         before, rows = scheduler.rows()["length"].copy(), scheduler.rows()
-        elsewhere = rows["truncated"] | rows["penalised"]
+        elsewhere = rows["shaped"]
         ends, logits = self._decode(scheduler, elsewhere, steps)
         refuse_not_finite(ends == NOT_FINITE)
         if not elsewhere.any():

@@ -14,8 +14,10 @@ from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.exact import exact_attend_rows, exact_packed_attention, exact_paged_attention
 from xtuner.v1.ops.expert_pages import store_experts
 from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, paged_attention, store_rows
+from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
 
 from .cache import Prompt
+from .draw_state import DrawState
 from .paged_cache import MEMBERS, PAGE, PagedCache, pages_of
 from .runner import draw, refuse_not_finite
 from .scheduler import Done, Scheduler
@@ -94,38 +96,19 @@ PagedContext = PagedPrefill | PagedChunks | PagedDecode
 """`places` int64 [T]: where the rows of a forward go, page * PAGE + offset; negative: nowhere."""
 
 
-class SlotState:
-    """What a step reads of every slot, on the device; a step moves tokens and lengths on by itself."""
+class SlotState(DrawState):
+    """What a step reads of every slot, on the device; a step moves tokens, lengths and counts on by itself."""
 
-    def __init__(self, cache: PagedCache, num_stop_ids: int) -> None:
+    def __init__(self, cache: PagedCache, vocab_size: int, num_stop_ids: int, penalties: bool, exact: bool) -> None:
         slots, device = cache.max_slots, cache.device
-        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
-        """Tokens so far, the last of which is in `tokens`; 0: the slot is empty."""
-        self.min_lengths = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.inv_temperature = torch.ones(slots, dtype=torch.float32, device=device)
-        self.greedy = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.stop_ids = torch.zeros(slots, num_stop_ids, dtype=torch.int64, device=device)
+        super().__init__(slots, vocab_size, num_stop_ids, device, penalties, exact)
         self.tables = torch.zeros(cache.tables.shape, dtype=torch.int32, device=device)
         self.members = torch.full((slots // 2, MEMBERS), -1, dtype=torch.int32, device=device)
         self.shared_pages = torch.zeros(slots, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(2, slots, dtype=torch.int64, device=device)
         """Tokens of the last step, and the bits of their log-probs."""
-
-    def load(self, scheduler: Scheduler) -> None:
-        """Everything but the tables, from the scheduler's."""
-        rows, batch = scheduler.rows(), len(scheduler.running)
-        columns = {
-            "tokens": scheduler.last_tokens(), "lengths": rows["length"], "min_lengths": rows["min_length"],
-            "seeds": rows["seed"], "inv_temperature": rows["inv_temperature"], "greedy": rows["greedy"],
-        }  # fmt: skip
-        for name, column in columns.items():
-            _upload(getattr(self, name), column)
-        self.lengths[batch:].zero_()
-        stop_ids = scheduler.stop_ids()
-        missing = self.stop_ids.shape[1] - stop_ids.shape[1]
-        _upload(self.stop_ids, np.pad(stop_ids, ((0, 0), (0, missing)), mode="edge"))
+        self.top = torch.zeros(2, slots, MAX_ALTERNATIVES, dtype=torch.int32, device=device)
+        """The most likely tokens of the last step if its rows were shaped, and the bits of their log-probs."""
 
     def share(self, cache: PagedCache) -> bool:
         """Which slots read pages together; False, and nobody does, if it would not pay."""
@@ -142,9 +125,9 @@ class SlotState:
 class PagedRunner:
     """Keeps the protocol of `Runner`.
 
-    A step is captured once for each batch size of `batch_sizes`, with and without shared pages, and for each of two
-    kinds: one draws its tokens and goes on by itself, so that several need no look from the host; the other gives
-    logits, for batches with requests that need more than plain sampling.
+    A step is captured once for each batch size of `batch_sizes`, with and without shared pages, and with and without
+    what requests need beyond plain sampling. It draws its tokens and goes on by itself, so that several need no look
+    from the host.
     """
 
     def __init__(self, model: DecoderModel, cache: PagedCache, use_graphs: bool = True) -> None:
@@ -153,18 +136,20 @@ class PagedRunner:
         self._use_graphs = use_graphs and self._on_cuda
         self._sizes = batch_sizes(cache.max_slots)
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
-        self._logits: Tensor | None = None
+        self._renew_state(num_stop_ids=1, penalties=False)
         shape = (2, MAX_STEPS, cache.max_slots)
         self._history = torch.zeros(shape, dtype=torch.int64, device=cache.device)
         self._history_host = torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_cuda)
-        self._renew_state(1)
+        self._top_history = torch.zeros(MAX_STEPS, *self._state.top.shape, dtype=torch.int32, device=cache.device)
+        self._top_host = torch.zeros(self._top_history.shape, dtype=torch.int32, pin_memory=self._on_cuda)
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 
-    def _renew_state(self, num_stop_ids: int) -> None:
-        self._state = SlotState(self.cache, num_stop_ids)
+    def _renew_state(self, num_stop_ids: int, penalties: bool) -> None:
+        vocab_size, exact = self.model.config.vocab_size, self.model.exact
+        self._state = SlotState(self.cache, vocab_size, num_stop_ids, penalties, exact)
         self._steps: dict[tuple[int, bool, bool], Callable[[], None]] = {}
-        """By rows, whether it draws, and whether pages are shared. Graphs hold the addresses of the state."""
+        """By rows, whether some are shaped, and whether pages are shared. Graphs hold the addresses of the state."""
         self._sharing = False
         self._stale = self.cache.changed = self.cache.recomposed = True
 
@@ -176,7 +161,7 @@ class PagedRunner:
 
     def steps(self, scheduler: Scheduler) -> int:
         rows = scheduler.rows()
-        if not self._on_cuda or _needs_logits(rows):
+        if not self._on_cuda:
             return 1
         return max(1, min(MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
 
@@ -195,7 +180,7 @@ class PagedRunner:
         logits = self.model.logits(hidden.index_select(0, self._put(last)))
         logits = logits.index_select(0, self._put(np.arange(len(last)).repeat(members)))
         self._stale = True
-        return draw(scheduler, np.arange(first_slot, len(scheduler.running)), logits)
+        return draw(scheduler, np.arange(first_slot, len(scheduler.running)), logits, self.model.exact)
 
     def _prefill_attention(self, prompts: list[Prompt]) -> PagedContext:
         places = self._put(np.concatenate([_places(prompt) for prompt in prompts]))
@@ -217,44 +202,48 @@ class PagedRunner:
         slots = np.arange(batch)
         if not self._on_cuda:
             self._stale = True
-            return draw(scheduler, slots, self._forward(batch, sharing=False))
-        if _needs_logits(scheduler.rows()):
-            self._step(batch, draws=False)()
-            self._stale = True
-            assert self._logits is not None
-            return draw(scheduler, slots, self._logits[:batch])
-        step = self._step(batch, draws=True)
+            return draw(scheduler, slots, self._forward(batch, sharing=False), self.model.exact)
+        shaped = bool(scheduler.rows()["shaped"].any())
+        step, with_top = self._step(batch, shaped), bool(scheduler.rows()["alternatives"].any())
         for i in range(steps):
             step()
             self._history[:, i].copy_(self._state.drawn)
+            if with_top:
+                self._top_history[i].copy_(self._state.top)
+        if with_top:
+            self._top_host[:steps].copy_(self._top_history[:steps], non_blocking=True)
+        self._state.advance(batch, steps)
         self._history_host[:, :steps].copy_(self._history[:, :steps], non_blocking=True)
         torch.cuda.current_stream(self.cache.device).synchronize()
         tokens, bits = self._history_host[:, :steps, :batch].numpy()
         logprobs = bits.astype(np.int32).view(np.float32)
         refuse_not_finite(~np.isfinite(logprobs).all(0))
-        return scheduler.record(slots, tokens.T, logprobs.T)
+        top_ids, top_bits = self._top_host[:steps, :, :batch].numpy().transpose(1, 2, 0, 3)
+        return scheduler.record(
+            slots, tokens.T, logprobs.T, top_ids if with_top else None, top_bits.view(np.float32) if with_top else None
+        )  # fmt: skip
 
     def _bring_up_to_date(self, scheduler: Scheduler) -> None:
         cache = self.cache
-        if (wanted := scheduler.stop_ids().shape[1]) > self._state.stop_ids.shape[1]:
-            self._renew_state(wanted)
+        rows, stop_ids, state = scheduler.rows(), scheduler.stop_ids(), self._state
+        penalties = self._on_cuda and bool(rows["penalised"].any())
+        if not state.has_room(stop_ids.shape[1], penalties):
+            penalties |= state.counts is not None
+            self._renew_state(max(state.num_stop_ids, stop_ids.shape[1]), penalties)
         if cache.changed:
             _upload(self._state.tables, cache.tables[: cache.running])
         if self._stale or cache.recomposed:
-            self._state.load(scheduler)
+            self._state.load(rows, scheduler.tokens(), stop_ids)
         if cache.recomposed:
             self._sharing = self._on_cuda and self._state.share(cache)
         cache.changed = cache.recomposed = self._stale = False
 
-    def _step(self, batch: int, draws: bool) -> Callable[[], None]:
+    def _step(self, batch: int, shaped: bool) -> Callable[[], None]:
         """A step of at least `batch` rows."""
         size = next(s for s in self._sizes if s >= batch)
-        key = size, draws, self._sharing
+        key = size, shaped, self._sharing
         if key not in self._steps:
-            if not draws and self._logits is None:
-                shape = (self.cache.max_slots, self.model.config.vocab_size)
-                self._logits = torch.zeros(shape, dtype=torch.float32, device=self.cache.device)
-            run = partial(self._draw if draws else self._give_logits, size, self._sharing)
+            run = partial(self._draw, size, shaped, self._sharing)
             self._steps[key] = self._capture(run) if self._use_graphs else run
         return self._steps[key]
 
@@ -294,23 +283,16 @@ class PagedRunner:
         store_experts(torch.cat(chosen, 1), self.cache.experts(), context.places)
         return hidden
 
-    def _give_logits(self, size: int, sharing: bool) -> None:
-        assert self._logits is not None
-        self._logits[:size].copy_(self._forward(size, sharing))
-
-    def _draw(self, size: int, sharing: bool) -> None:
+    def _draw(self, size: int, shaped: bool, sharing: bool) -> None:
         """One more token for every slot that is not empty."""
-        from xtuner.v1.ops.sampling_kernels import draw_tokens, uniform_numbers
-
-        state = self._state
-        logits, lengths = self._forward(size, sharing), state.lengths[:size]
-        tokens, logprobs = draw_tokens(
-            logits, uniform_numbers(state.seeds[:size], lengths), state.inv_temperature[:size], state.greedy[:size],
-            state.stop_ids[:size], lengths < state.min_lengths[:size],
-        )  # fmt: skip
-        state.drawn[0, :size].copy_(tokens)
-        state.drawn[1, :size].copy_(logprobs.view(torch.int32))
-        state.tokens[:size].copy_(tokens)
+        state, lengths = self._state, self._state.lengths[:size]
+        drawn = state.draw(self._forward(size, sharing), shaped)
+        state.drawn[0, :size].copy_(drawn.tokens)
+        state.drawn[1, :size].copy_(drawn.logprobs.view(torch.int32))
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            state.top[0, :size].copy_(drawn.top_ids)
+            state.top[1, :size].copy_(drawn.top_logprobs.view(torch.int32))
+        state.tokens[:size].copy_(drawn.tokens)
         lengths.add_((lengths > 0).int())
 
     def _put(self, array: np.ndarray) -> Tensor:
@@ -356,10 +338,6 @@ def _splits(programs: int) -> int:
     while splits < _MAX_SPLITS and programs * splits < _PROGRAMS:
         splits *= 2
     return splits
-
-
-def _needs_logits(rows: np.ndarray) -> bool:
-    return bool((rows["truncated"] | rows["penalised"]).any())
 
 
 def _upload(target: Tensor, values: np.ndarray) -> None:

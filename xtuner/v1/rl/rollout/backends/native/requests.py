@@ -1,9 +1,11 @@
 """From a request to a sequence, or to the reason why it cannot be served."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
 
 from ..base import GenerateRequest
 from .sampler import scatter_seed
@@ -41,15 +43,18 @@ def make_sequence(request: GenerateRequest, limits: RequestLimits) -> Sequence:
     _check_prompt(request.prompt_ids, limits)
     _check_params(p, limits)
     greedy = is_greedy(p)
-    top_k = p.top_k if p.top_k > 0 else limits.vocab_size
+    top_k = min(p.top_k, limits.vocab_size) if p.top_k > 0 else limits.vocab_size
     top_p = p.top_p if p.top_p < 1 else 2.0
-    truncated = not greedy and (top_k < limits.vocab_size or top_p < 1)
+    log_min_p = math.log(p.min_p) if p.min_p > 0 else -math.inf
+    truncated = not greedy and (top_k < limits.vocab_size or top_p < 1 or p.min_p > 0)
     penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+    alternatives = p.top_logprobs if p.top_logprobs > 1 else 0
+    shaped = truncated or penalised or alternatives > 0
     parameters = (
-        scatter_seed(request.seed), prompt + p.min_tokens, top_k, top_p,
+        scatter_seed(request.seed), prompt + p.min_tokens, top_k, top_p, log_min_p,
         1.0 if greedy else 1.0 / p.temperature, p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
-        greedy, truncated, penalised,
-        greedy or truncated or penalised or p.temperature != 1 or p.min_tokens > 0,
+        alternatives, greedy, truncated, penalised, shaped,
+        greedy or shaped or p.temperature != 1 or p.min_tokens > 0,
     )  # fmt: skip
     limit = min(prompt + p.max_tokens, limits.context_length)
     stops = StopStrings(p.stops, limits.decode) if p.stops else None
@@ -73,10 +78,15 @@ def _check_prompt(ids: list[int], limits: RequestLimits) -> None:
 
 
 def _check_params(p: SampleParams, limits: RequestLimits) -> None:
-    if p.top_logprobs > 1:
+    if p.top_logprobs > MAX_ALTERNATIVES:
         raise RequestRefused(
-            f"sample_params.top_logprobs={p.top_logprobs}: the native engine reports the sampled token only; "
-            "set it to 1."
+            f"sample_params.top_logprobs={p.top_logprobs}: the native engine reports at most {MAX_ALTERNATIVES} "
+            "tokens; lower it."
+        )
+    if p.min_tokens and len({*limits.eos_ids, *p.stop_token_ids}) >= limits.vocab_size:
+        raise RequestRefused(
+            f"sample_params.min_tokens={p.min_tokens} forbids every token of the vocabulary of {limits.vocab_size}: "
+            "set it to 0, or name fewer stop_token_ids."
         )
     if not p.return_token_ids:
         raise RequestRefused("sample_params.return_token_ids=False: the native engine speaks ids; set True.")

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from .cache import Cache, Prompt
+from .draw_state import DrawState
+from .exact_logprobs import exact_logprobs
 from .sampler import SamplingBatch, sample
 from .scheduler import Done, Scheduler
 
@@ -35,14 +37,30 @@ class Runner(Protocol):
         """The parameters are gone; `weights_changed` comes before the next sequence."""
 
 
-def draw(scheduler: Scheduler, slots: np.ndarray, logits: Tensor) -> list[Done]:
-    """One token for each of the slots int64 [n] from logits [n, V]. Returns (slot, reason) of those that are done."""
-    batch = SamplingBatch.build(
-        scheduler.rows()[slots], scheduler.tokens()[slots], scheduler.stop_ids()[slots], logits.shape[1], logits.device
-    )  # fmt: skip
-    tokens, logprobs = _to_host(*sample(logits, batch))
+def draw(scheduler: Scheduler, slots: np.ndarray, logits: Tensor, exact: bool = False) -> list[Done]:
+    """One token for each of the slots int64 [n] from logits [n, V]. Returns (slot, reason) of those that are done.
+
+    exact: log-probs are the trainer's to the bit.
+    """
+    rows, ids, stop_ids = scheduler.rows()[slots], scheduler.tokens()[slots], scheduler.stop_ids()[slots]
+    if logits.is_cuda:
+        penalties = bool(rows["penalised"].any())
+        state = DrawState(len(rows), logits.shape[1], stop_ids.shape[1], logits.device, penalties, exact)
+        state.load(rows, ids, stop_ids)
+        drawn = state.draw(logits, bool(rows["shaped"].any()))
+    else:
+        given = logits.clone() if exact else logits
+        drawn = sample(logits, SamplingBatch.build(rows, ids, stop_ids))
+        if exact:
+            changed = rows["truncated"] | rows["penalised"] | (rows["length"] < rows["min_length"])
+            columns = (torch.from_numpy(c.copy()) for c in (rows["inv_temperature"], rows["greedy"], changed))
+            drawn = drawn._replace(logprobs=exact_logprobs(given, drawn.tokens, drawn.logprobs, *columns))
+    tokens, logprobs = _to_host(drawn.tokens, drawn.logprobs)
     refuse_not_finite(~np.isfinite(logprobs))
-    return scheduler.record(slots, tokens[:, None], logprobs[:, None])
+    if drawn.top_ids is None or drawn.top_logprobs is None or not rows["alternatives"].any():
+        return scheduler.record(slots, tokens[:, None], logprobs[:, None])
+    top_ids, top_logprobs = _to_host(drawn.top_ids, drawn.top_logprobs)
+    return scheduler.record(slots, tokens[:, None], logprobs[:, None], top_ids[:, None], top_logprobs[:, None])
 
 
 def refuse_not_finite(bad: np.ndarray) -> None:
@@ -55,8 +73,8 @@ def refuse_not_finite(bad: np.ndarray) -> None:
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [B] and float32 [B] in one transfer: the only wait for the device in a step."""
+    """Integers and float32 of the same shape in one transfer: the only wait for the device in a step."""
     if tokens.device.type == "cpu":
         return tokens.numpy(), logprobs.numpy()
-    both = torch.stack((tokens, logprobs.view(torch.int32).long())).cpu().numpy()
+    both = torch.stack((tokens.long(), logprobs.view(torch.int32).long())).cpu().numpy()
     return both[0], both[1].astype(np.int32).view(np.float32)

@@ -1,4 +1,4 @@
-"""From logits to one token and its log-prob a row."""
+"""From logits to one token and its log-prob a row, on the CPU."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtuner.v1.ops.sampling import Drawn
+
 SAMPLING_FIELDS = [
     ("seed", np.int64), ("min_length", np.int64), ("top_k", np.int64), ("top_p", np.float32),
-    ("inv_temperature", np.float32), ("repetition", np.float32), ("presence", np.float32),
-    ("frequency", np.float32), ("greedy", np.bool_), ("truncated", np.bool_), ("penalised", np.bool_),
-    ("special", np.bool_),
+    ("log_min_p", np.float32), ("inv_temperature", np.float32), ("repetition", np.float32), ("presence", np.float32),
+    ("frequency", np.float32), ("alternatives", np.int64), ("greedy", np.bool_), ("truncated", np.bool_),
+    ("penalised", np.bool_), ("shaped", np.bool_), ("special", np.bool_),
 ]  # fmt: skip
-"""Columns of the slot table that the sampler reads. `min_length`: prompt length + min_tokens; `special`: anything
-but plain sampling at temperature 1."""
+"""Columns of the slot table that the sampler reads. `min_length`: prompt length + min_tokens; `shaped`: truncated,
+penalised or with alternatives; `special`: anything but plain sampling at temperature 1."""
+_FEW = 1024
+"""Tokens that nearly always hold all that a truncation leaves."""
 
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _LARGEST = np.float32(1 - 2.0**-24)
@@ -59,7 +63,7 @@ class Penalties:
 
 @dataclass(slots=True)
 class Truncation:
-    """Top-k and top-p of n of the rows."""
+    """Top-k, top-p and min-p of n of the rows."""
 
     rows: Tensor
     """int64 [n]"""
@@ -67,12 +71,13 @@ class Truncation:
     """int64 [n, 1]; off: the vocabulary size."""
     top_p: Tensor
     """float32 [n, 1]; off: 2."""
-    max_k: int
+    log_min_p: Tensor
+    """float32 [n, 1]; off: -inf."""
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Parameters of the B rows on the device. What no row uses is None and costs nothing."""
+    """Parameters of the B rows. What no row uses is None and costs nothing."""
 
     uniform: Tensor
     """float32 [B, 1], the random number of each row."""
@@ -87,15 +92,15 @@ class SamplingBatch:
     """int64 [m]"""
     truncation: Truncation | None = None
     penalties: Penalties | None = None
+    alternatives: Tensor | None = None
+    """int64 [B], of how many of the most likely tokens the log-probs are wanted."""
 
     @classmethod
-    def build(
-        cls, rows: np.ndarray, tokens: np.ndarray, stop_ids: np.ndarray, vocab_size: int, device: torch.device
-    ) -> "SamplingBatch":
+    def build(cls, rows: np.ndarray, tokens: np.ndarray, stop_ids: np.ndarray) -> "SamplingBatch":
         """From a slice of the slot table [B], the rows' ids [B, L] and their end ids [B, S]."""
 
         def put(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.copy()).to(device)
+            return torch.from_numpy(array.copy())
 
         def column(name: str, index: np.ndarray) -> Tensor:
             return put(rows[name][index, None])
@@ -112,8 +117,9 @@ class SamplingBatch:
             batch.forbidden, batch.forbidden_rows = put(stop_ids[early]), put(early)
         cut = np.flatnonzero(rows["truncated"])
         if cut.size:
-            max_k = min(int(rows["top_k"][cut].max()), vocab_size)
-            batch.truncation = Truncation(put(cut), column("top_k", cut), column("top_p", cut), max_k)
+            batch.truncation = Truncation(
+                put(cut), column("top_k", cut), column("top_p", cut), column("log_min_p", cut)
+            )  # fmt: skip
         said = np.flatnonzero(rows["penalised"])
         if said.size:
             length, prompt = rows["length"][said, None], rows["prompt_length"][said, None]
@@ -126,6 +132,8 @@ class SamplingBatch:
                 put(said), put(ids), put(generated & last),
                 column("repetition", said), column("presence", said), column("frequency", said),
             )  # fmt: skip
+        if rows["alternatives"].any():
+            batch.alternatives = put(rows["alternatives"])
         return batch
 
 
@@ -139,17 +147,37 @@ def _penalise(logits: Tensor, p: Penalties) -> Tensor:
     return logits.index_copy(0, p.rows, part)
 
 
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of float32 [n, V] and their ids, falling; of equal ones the lower id first."""
+    bits = (x + 0.0).view(torch.int32)  # no -0
+    # As integers with the order of the floats, above the ids with theirs: no two are equal.
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    ids = (order + torch.arange(x.shape[1] - 1, -1, -1)).topk(k).indices
+    return x.gather(1, ids), ids
+
+
 def _truncate(scaled: Tensor, t: Truncation) -> Tensor:
-    """-inf outside the top-k tokens and, of these, outside the smallest set that reaches top-p."""
-    part = scaled[t.rows]
-    values, ids = part.topk(t.max_k)
-    ranks = torch.arange(t.max_k, device=part.device)
-    values = values.masked_fill(ranks >= t.top_k, -torch.inf)
-    probs = values.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    before[:, 0] = 0
-    values = values.masked_fill(before >= t.top_p, -torch.inf)
-    return scaled.index_copy(0, t.rows, torch.full_like(part, -torch.inf).scatter_(1, ids, values))
+    """-inf outside the top-k tokens, of these outside the smallest set that reaches top-p, of these outside min-p."""
+    part, vocab = scaled[t.rows], scaled.shape[1]
+    look_at = min(vocab, max(_FEW, int(t.top_k.masked_fill(t.top_k >= vocab, 0).max())))
+    kept, may_keep_more = _keep(part, t.top_k, t.top_p, t.log_min_p, look_at)
+    if (more := may_keep_more.nonzero()[:, 0]).numel():
+        kept[more], _ = _keep(part[more], t.top_k[more], t.top_p[more], t.log_min_p[more], vocab)
+    return scaled.index_copy(0, t.rows, part.masked_fill_(~kept, -torch.inf))
+
+
+def _keep(part: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, look_at: int) -> tuple[Tensor, Tensor]:
+    """Which of the scores [n, V] a truncation keeps among the `look_at` largest, bool [n, V], and in which rows [n]
+    it may keep more than those."""
+    values, ids = _largest(part, look_at)
+    peak, ranks = values[:, :1], torch.arange(look_at)
+    weights = (values - peak).exp().masked_fill_(ranks >= top_k, 0)
+    total = weights.sum(-1, keepdim=True)
+    if look_at < part.shape[1]:
+        total = torch.where(top_k > look_at, (part - peak).exp().sum(-1, keepdim=True), total)
+    before = weights.cumsum(-1) - weights
+    kept = (ranks < top_k) & ((before < top_p * total) | (ranks == 0)) & (values >= peak + log_min_p)
+    return torch.zeros_like(part, dtype=torch.bool).scatter_(1, ids, kept), kept[:, -1] & (top_k[:, 0] > look_at)
 
 
 def _forbid(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
@@ -161,13 +189,14 @@ def _chosen_logprob(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and their log-probs float32 [B] from float32 logits [B, V].
+def sample(logits: Tensor, batch: SamplingBatch) -> Drawn:
+    """One token a row from float32 logits [B, V].
 
     Sampled rows: inverse of the cumulative distribution at one uniform number; the log-prob is of the
-    distribution drawn from (after penalties, temperature, top-k and top-p). Greedy rows: the largest logit; the
-    log-prob is of the softmax of the logits as the model gave them. Logits that are not finite give a log-prob
-    that is not.
+    distribution drawn from (after penalties, min_tokens, temperature, top-k, top-p and min-p, in this order; of equal
+    scores the one with the lower id comes first). Greedy rows: the largest score after penalties and min_tokens; the
+    log-prob is of the softmax of the logits as the model gave them. Logits that are not finite give a log-prob that is
+    not. `draw_tokens` does the same on CUDA.
     """
     scores = logits
     if batch.penalties is not None:
@@ -176,23 +205,36 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         scores = _forbid(scores, batch.forbidden_rows, batch.forbidden)
     if batch.all_greedy:
         tokens = scores.argmax(-1)
-        return tokens, _chosen_logprob(logits, tokens)
-
-    scaled = scores if batch.inv_temperature is None else scores * batch.inv_temperature
-    if batch.truncation is not None:
-        scaled = _truncate(scaled, batch.truncation)
-    weights = scaled.softmax(-1)
-    cumulative = weights.cumsum(-1)
-    # The largest uniform number times the total rounds below the total, so the first entry above the product
-    # exists, and it is one that the sum rose at: a token whose weight is not 0.
-    tokens = torch.searchsorted(cumulative, batch.uniform * cumulative[:, -1:], right=True)
-    tokens.clamp_(max=logits.shape[1] - 1)  # where the logits are NaN
-    if logits.is_cuda:
-        # A parallel prefix sum may rise by a rounding error at a token of weight 0.
-        tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
-    logprobs = weights.gather(1, tokens).log_()[:, 0]
-    tokens = tokens[:, 0]
+        logprobs, weights = _chosen_logprob(logits, tokens), logits
+    else:
+        scaled = scores if batch.inv_temperature is None else scores * batch.inv_temperature
+        if batch.truncation is not None:
+            scaled = _truncate(scaled, batch.truncation)
+        weights = scaled.softmax(-1)
+        cumulative = weights.cumsum(-1)
+        # The largest uniform number times the total rounds below the total, so the first entry above the product
+        # exists, and it is one that the sum rose at: a token whose weight is not 0.
+        tokens = torch.searchsorted(cumulative, batch.uniform * cumulative[:, -1:], right=True)
+        tokens.clamp_(max=logits.shape[1] - 1)  # where the logits are NaN
+        logprobs = weights.gather(1, tokens).log_()[:, 0]
+        tokens = tokens[:, 0]
+        if batch.greedy is not None:
+            tokens = torch.where(batch.greedy, scores.argmax(-1), tokens)
+            logprobs = torch.where(batch.greedy, _chosen_logprob(logits, tokens), logprobs)
+    if batch.alternatives is None:
+        return Drawn(tokens, logprobs)
     if batch.greedy is not None:
-        tokens = torch.where(batch.greedy, scores.argmax(-1), tokens)
-        logprobs = torch.where(batch.greedy, _chosen_logprob(logits, tokens), logprobs)
-    return tokens, logprobs
+        weights = torch.where(batch.greedy[:, None], logits.softmax(-1), weights)
+    return Drawn(tokens, logprobs, *_most_likely(weights, batch.alternatives))
+
+
+def _most_likely(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs [B, K] as `Drawn` has them, K being the most that a row wants."""
+    count = min(int(wanted.max()), weights.shape[1])
+    ids = torch.full((len(wanted), count), -1)
+    logprobs = torch.zeros(len(wanted), count)
+    rows = wanted.nonzero()[:, 0]
+    values, found = _largest(weights[rows], count)
+    there = (torch.arange(count) < wanted[rows, None]) & (values > 0)
+    ids[rows], logprobs[rows] = found.masked_fill_(~there, -1), values.log_()
+    return ids, logprobs

@@ -46,6 +46,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     routed_experts: np.ndarray | None = None
     """int16 [P + R - 1, L, K], if the engine keeps them; filled when the sequence leaves its slot."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Of each token the most likely ones of its distribution and their log-probs, if the request wants them."""
 
     @property
     def length(self) -> int:
@@ -225,9 +227,13 @@ class Scheduler:
         """For so many more tokens each."""
         self._widen(self._max_length + steps, 1)
 
-    def record(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> list[Done]:
+    def record(
+        self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, top_ids: np.ndarray | None = None,
+        top_logprobs: np.ndarray | None = None,
+    ) -> list[Done]:  # fmt: skip
         """Append S tokens [n, S] to each of the slots int64 [n], or as many as come before its end.
 
+        top_ids and top_logprobs [n, S, K]: alternatives for rows that want them, as `Drawn` has them.
         Returns (slot, reason) of those that are done.
         """
         steps = tokens.shape[1]
@@ -240,6 +246,12 @@ class Scheduler:
         ended = stopped | (places + 1 >= self._table["limit"][slots][:, None])
         last = np.where(ended.any(1), ended.argmax(1), steps - 1)
         self._table["length"][slots] = before + last + 1
+        if top_ids is not None and top_logprobs is not None:
+            for i in np.flatnonzero(self._table["alternatives"][slots]):
+                of_sequence = self.running[slots[i]].top_logprobs
+                for ids, values in zip(top_ids[i, : last[i] + 1], top_logprobs[i, : last[i] + 1], strict=True):
+                    there = ids >= 0
+                    of_sequence.append(list(zip(ids[there].tolist(), values[there].tolist(), strict=True)))
         by_stop, by_any = (flags[np.arange(len(slots)), last] for flags in (stopped, ended))
         return self.settle(slots, before, np.where(by_stop, STOP, np.where(by_any, LENGTH, RUNNING)))
 
@@ -278,6 +290,7 @@ class Scheduler:
             prompt, length = len(sequence.request.prompt_ids), int(self._table["length"][slot])
             sequence.token_ids = self._tokens[slot, prompt:length].tolist()
             sequence.logprobs = self._logprobs[slot, prompt:length].tolist()
+            del sequence.top_logprobs[length - prompt :]
             released.append(sequence)
             # The last token has not been through the model.
             held.append(self._tokens[slot, : length - 1].copy())
