@@ -86,7 +86,7 @@ def test_prompts_in_pieces_and_sequences_that_make_room(qwen) -> None:
     prompts = [prompt(i, 60 + i) for i in range(6)]
     engine = started(path, return_routed_experts=True, max_prefill_rows=25, cpu_cache_bytes=9 * 64 * 400)
     outputs = run(engine, *[request(i, p, max_tokens=90, min_tokens=90) for i, p in enumerate(prompts)])
-    assert engine.preemptions > 0
+    assert engine.statistics()["preemptions"] > 0
     check(model, prompts, outputs)
 
 
