@@ -181,7 +181,7 @@ class Script:
 
 def script(folder: Path) -> dict[str, Any]:
     it = Script(folder)
-    asyncio.run(asyncio.wait_for(it.run(), 100))
+    asyncio.run(asyncio.wait_for(it.run(), 240))
     return it.results
 
 
@@ -259,7 +259,7 @@ def dies(folder: Path) -> str | None:
         await engine.stop()
         return out.error
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_rank_that_dies_ends_the_engine_by_name(folder):

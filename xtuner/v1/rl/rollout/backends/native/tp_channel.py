@@ -13,6 +13,8 @@ from typing import Any
 
 _CONNECT_S = 120.0
 _SEND_S = 60
+_LONGEST_PLACE = 70
+"""The system takes addresses of sockets up to 107 bytes."""
 _FAILED, _LAST = "failed", "last"
 
 Message = dict[str, Any]
@@ -54,7 +56,9 @@ class Channel:
         self._peers[0] = sock
 
     def _accept(self, share_address: Callable[[bytes], bytes]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="xtuner-engine-"))  # of this user alone
+        place = tempfile.gettempdir()
+        place = place if len(place) < _LONGEST_PLACE else "/tmp"
+        folder = Path(tempfile.mkdtemp(prefix="xtuner-engine-", dir=place))  # of this user alone
         try:
             with socket.socket(socket.AF_UNIX) as server:
                 server.bind(str(folder / "s"))
@@ -74,11 +78,12 @@ class Channel:
 
     def watch(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         """From now on call these, from threads of this channel."""
+        self._on_lost = on_lost
         for rank, sock in self._peers.items():
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
             name = f"engine-rank-{rank}"
-            threading.Thread(target=self._read, args=(rank, sock, on_message, on_lost), name=name, daemon=True).start()
+            threading.Thread(target=self._read, args=(rank, sock, on_message), name=name, daemon=True).start()
 
     # ---- using it ----
 
@@ -103,9 +108,9 @@ class Channel:
             except RuntimeError:
                 return  # it is lost, and the engine ends for that
 
-    def wait_lost(self, seconds: float) -> None:
-        """Give word of a lost neighbour time to come in."""
-        self._lost_event.wait(seconds)
+    def wait_lost(self, seconds: float) -> bool:
+        """Give word of a lost neighbour time to come in; whether it has."""
+        return self._lost_event.wait(seconds)
 
     def close(self) -> None:
         """The neighbours notice, unless they close too."""
@@ -118,28 +123,27 @@ class Channel:
             sock.close()
         self._peers.clear()
 
-    def _read(
-        self, rank: int, sock: socket.socket, on_message: Callable[[Message], None], on_lost: Callable[[str], None]
-    ) -> None:
+    def _read(self, rank: int, sock: socket.socket, on_message: Callable[[Message], None]) -> None:
         try:
             while True:
                 (size,) = struct.unpack("!I", _receive(sock, 4))
                 message = json.loads(_receive(sock, size))
                 if _FAILED in message:
-                    self._set_lost(f"rank {rank} of this engine failed: {message[_FAILED]}", on_lost)
+                    self.give_up(f"rank {rank} of this engine failed: {message[_FAILED]}")
                     return
                 self._closing |= message.pop(_LAST)
                 on_message(message)
         except OSError:
-            self._set_lost(f"rank {rank} of this engine is gone (its process ended)", on_lost)
+            self.give_up(f"rank {rank} of this engine is gone (its process ended)")
 
-    def _set_lost(self, reason: str, on_lost: Callable[[str], None]) -> None:
+    def give_up(self, reason: str) -> None:
+        """A neighbour is lost."""
         with self._lock:
             if self._closing or self.lost is not None:
                 return
             self.lost = reason
         self._lost_event.set()
-        on_lost(reason)
+        self._on_lost(reason)
 
 
 def _receive(sock: socket.socket, count: int) -> bytes:

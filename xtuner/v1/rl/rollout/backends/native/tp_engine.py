@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -33,6 +35,7 @@ from .tp_weights import CutReceiver, CutWeights
 _COLLECTIVE_S = 300.0
 """Longest wait for another rank inside a step; the first steps compile kernels."""
 _MEET_S = 300.0
+_WATCH_S = 5.0
 _ADDRESS_BYTES = 256
 _MESHES = count()
 
@@ -63,6 +66,8 @@ class TensorParallelEngine(NativeEngine):
         self._meeting: str | None = None
         """The call that the first rank made, and that is to be made here before its next message is read."""
         self._called = asyncio.Event()
+        self._step_since: float | None = None
+        """When the step began that is being made."""
 
     @property
     def _leads(self) -> bool:
@@ -79,14 +84,16 @@ class TensorParallelEngine(NativeEngine):
         self._refuse_in_flight("start")
         self._part()
         self._obstacle = {"start": "the engine was not started."}
-        self._join()
         try:
+            self._join()
             await super().start()
             self._receiver = CutReceiver(self._model)
             if self.device.type != "cuda":
                 self._weights = CutWeights(self._model)
         except BaseException as error:
             self._end_for(f"it could not start: {type(error).__name__}: {error}")
+            self._part()
+            self._obstacle = {"start": "the engine could not start."}
             raise
 
     async def stop(self) -> None:
@@ -94,10 +101,8 @@ class TensorParallelEngine(NativeEngine):
             return self._part()
         if self._leads:
             self._end_all("abort")
-        try:
+        with suppress(TimeoutError):  # it stops all the same
             await self._meet("stop")
-        except TimeoutError as error:
-            self._end_for(str(error))
         await super().stop()
         self._part()
 
@@ -121,7 +126,8 @@ class TensorParallelEngine(NativeEngine):
         if self._leads:
             await super().abort()
             if not self._broken:
-                self._tell({})
+                with suppress(RuntimeError):  # a rank that is lost: `_on_lost` sees to it
+                    self._tell({})
 
     # ---- requests, on the first rank ----
 
@@ -132,10 +138,8 @@ class TensorParallelEngine(NativeEngine):
 
     def _enter(self, sequence: Sequence, future: asyncio.Future[GenerateOutput]) -> None:
         if self._leads:
-            request = sequence.request
-            self._events.append(
-                ["enter", request.request_id, request.prompt_ids, request.params.model_dump(), request.seed]
-            )
+            values = {field.name: getattr(sequence.request, field.name) for field in fields(GenerateRequest)}
+            self._events.append(["enter", values | {"params": sequence.request.params.model_dump(mode="json")}])
         super()._enter(sequence, future)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -152,6 +156,7 @@ class TensorParallelEngine(NativeEngine):
         assert self._channel is not None
         if self._leads:
             self._tell({"step": self._standing()})
+        self._step_since = time.monotonic()
         try:
             super().step()
         except FloatingPointError as error:  # on all ranks
@@ -162,6 +167,8 @@ class TensorParallelEngine(NativeEngine):
             self._channel.wait_lost(1.0)
             self._raise_if_lost(error)
             raise
+        finally:
+            self._step_since = None
         self._raise_if_lost(None)
 
     def _raise_if_lost(self, cause: Exception | None) -> None:
@@ -206,11 +213,12 @@ class TensorParallelEngine(NativeEngine):
             try:
                 await asyncio.wait_for(self._called.wait(), _MEET_S)
             except TimeoutError:
-                raise TimeoutError(
-                    f"{what}: the first rank of this engine was not told to do so within {_MEET_S:g} s."
-                ) from None
+                self._end_for(f"{what}: the first rank of this engine was not told so within {_MEET_S:g} s.")
+                raise
         if self._meeting not in (None, what):
-            raise RuntimeError(f"the first rank of this engine was told to {self._meeting}, this one to {what}.")
+            problem = f"the first rank of this engine was told to {self._meeting}, this one to {what}."
+            self._end_for(problem)
+            raise RuntimeError(problem)
 
     def _receive(self, channel: Channel, message: Message) -> None:
         """On a thread of the channel."""
@@ -237,8 +245,8 @@ class TensorParallelEngine(NativeEngine):
 
     def _follow(self, kind: str, values: list[Any]) -> None:
         if kind == "enter":
-            request_id, prompt_ids, params, seed = values
-            request = GenerateRequest(request_id, prompt_ids, SampleParams(**params), seed)
+            (request,) = values
+            request = GenerateRequest(**request | {"params": SampleParams(**request["params"])})
             future = asyncio.get_running_loop().create_future()
             self._enter(make_sequence(request, self._limits), future)
         elif kind == "forget":
@@ -272,6 +280,7 @@ class TensorParallelEngine(NativeEngine):
         self._channel = channel = Channel(dist.get_rank() % size, size)
         channel.connect(self._from_first)
         channel.watch(partial(self._receive, channel), partial(self._on_lost, channel))
+        threading.Thread(target=self._watch_steps, args=(channel,), name="engine-deadline", daemon=True).start()
 
     def _part(self) -> None:
         """Leave the other ranks."""
@@ -295,12 +304,20 @@ class TensorParallelEngine(NativeEngine):
         size, *received = sent.tolist()
         return bytes(received[:size])
 
+    def _watch_steps(self, channel: Channel) -> None:
+        """Who hangs in a step without being dead is given up; captured collectives have no deadline of their own."""
+        while not channel.wait_lost(_WATCH_S) and channel is self._channel:
+            since = self._step_since
+            if since is not None and time.monotonic() - since > _COLLECTIVE_S:
+                channel.give_up(f"a step of this engine has not ended in {_COLLECTIVE_S:g} s: a rank hangs")
+
     def _end_for(self, reason: str) -> None:
         """This rank can go on no further: neither can its neighbours."""
         if self._channel is not None:
             self._channel.fail(reason)
         self._obstacle.setdefault("failure", reason)
-        self._end_all("error", reason)
+        if self._futures:
+            self._end_all("error", reason)
         self._called.set()
         self._abort_collectives()
         if self.device.type == "cpu":
@@ -317,7 +334,8 @@ class TensorParallelEngine(NativeEngine):
             return
         get_logger().error(f"native engine: {reason}")
         self._obstacle["failure"] = reason
-        self._end_all("error", reason)
+        if self._futures:
+            self._end_all("error", reason)
         self._called.set()
 
     def _abort_collectives(self) -> None:
