@@ -14,6 +14,7 @@ from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.expert_pages import read_experts, store_experts
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
 from xtuner.v1.rl.rollout.backends.native import NativeEngine
+from xtuner.v1.rl.rollout.backends.native.paged_cache import PAGE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -86,12 +87,13 @@ def test_experts_of_graphs_prefixes_and_wakes(model_and_path) -> None:
 
     async def rounds():
         await engine.start()
+        engine._cache.set_budget(48 * PAGE * engine._cache.row_bytes)
         out = []
         for round_ in range(3):
             if round_ == 2:  # more pages than the graphs knew when they were captured
                 await engine.sleep(("kv_cache",))
-                engine._gpu_memory_utilization = 0.5
                 await engine.wake(("kv_cache",))
+                assert engine._cache.num_pages > 48
             requests = [GenerateRequest(i, p, params, 10 * round_ + i) for i, p in enumerate(prompts)]
             out.append(await asyncio.gather(*map(engine.generate, requests)))
         await engine.stop()
