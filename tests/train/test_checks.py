@@ -255,8 +255,12 @@ def test_a_folder_without_weights_or_of_a_strange_family_is_told(model, tmp_path
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.1}, {"min_tokens": 3}, {"presence_penalty": 0.5}]
-)
+    "params",
+    [
+        {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"min_tokens": 3},
+        {"presence_penalty": 0.5},
+    ],
+)  # fmt: skip
 def test_sampling_that_is_not_the_model_s_own_is_a_doubt(model, tmp_path, params, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))

@@ -72,7 +72,7 @@ def gap_excuse(cfg: "RLColocateTrainerConfig") -> str | None:
 def changes_of_distribution(params: SampleParams) -> str:
     """Sampling parameters that make the distribution drawn from another one than the model's; empty if none does."""
     plain = SampleParams(max_tokens=params.max_tokens)
-    names = ("top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+    names = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
     changed = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(plain, name)}
     if params.top_k not in (0, -1):
         changed["top_k"] = params.top_k
