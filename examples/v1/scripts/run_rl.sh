@@ -7,7 +7,7 @@ usage() {
 Usage: run_rl.sh CONFIG BACKEND MODEL TRAIN [EVAL] [ACCELERATOR] [PER_NODE] [-- OPTION...]
 
   CONFIG       Python file that defines `trainer`
-  BACKEND      native; sglang, lmdeploy and vllm are known and refused: this version does not drive them yet
+  BACKEND      native | vllm | sglang (these two on a CPU only yet); lmdeploy is known and refused
   MODEL        Hugging Face folder of the model            (exported as MODEL_PATH)
   TRAIN        JSONL with training prompts                 (exported as DATA_PATH)
   EVAL         JSONL with evaluation prompts, or ""        (exported as EVAL_DATA_PATH)
@@ -18,6 +18,7 @@ Usage: run_rl.sh CONFIG BACKEND MODEL TRAIN [EVAL] [ACCELERATOR] [PER_NODE] [-- 
 Variables:
   WORK_DIR     folder of the run; default ./work_dirs/<model>_<folder of TRAIN>_<backend>
   PYTHON       interpreter; default: the active environment, else the repository's .venv, else python3
+  XTUNER_VLLM_PYTHON, XTUNER_SGLANG_PYTHON  interpreter of the engine's own environment; default: PYTHON
 Several machines: start the same command on each with
   NODE_COUNT   number of machines
   NODE_RANK    0 for the one that leads
@@ -110,9 +111,10 @@ if [ -z "${PYTHON:-}" ]; then
     fi
 fi
 
-if [ "$BACKEND" != native ]; then
+engine_python=XTUNER_${BACKEND^^}_PYTHON
+if [ "$BACKEND" != native ] && [ -z "${!engine_python:-}" ]; then
     "$PYTHON" -c 'import sys, importlib.util as u; sys.exit(u.find_spec(sys.argv[1]) is None)' "$BACKEND" ||
-        fail "$BACKEND is not installed: pip install 'xtuner[$BACKEND]'. (This version drives the native engine only.)"
+        fail "$BACKEND is not installed: pip install 'xtuner[$BACKEND]', or name the Python that has it in $engine_python."
 fi
 
 WORK_DIR=${WORK_DIR:-work_dirs/$(basename "$MODEL_PATH")_$(basename "$(dirname "$DATA_PATH")")_$BACKEND}

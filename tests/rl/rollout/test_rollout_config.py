@@ -1,11 +1,13 @@
 import json
-import sys
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from xtuner.v1.rl.rollout import worker
+from xtuner.v1.rl.rollout.backends.options import NO_EFFECT_IN_SERVED, NOT_IN_SERVED, engine_options
 from xtuner.v1.rl.rollout.worker import RolloutConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
 
@@ -79,7 +81,7 @@ def test_what_the_native_engine_cannot_honour_is_refused_by_name(model):
         config.resolve()
     for part in (
         "expert_parallel_size=2", "enable_float8=True", "enable_proxy=True", "vllm_swap_space",
-        "weight_transport_type='nccl'", "Remove these",
+        "weight_transport_type='nccl'", "Remove or mend these",
     ):  # fmt: skip
         assert part in str(info.value)
 
@@ -155,11 +157,88 @@ def test_backend_by_field_by_environment_and_by_default(monkeypatch, tmp_path):
     assert RolloutConfig(model_path="m", backend="native").resolve_backend() == "native"
 
 
-def test_a_foreign_engine_is_refused_with_the_reason(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(RuntimeError, match="'sglang' is not installed, and this version drives only the native"):
-        RolloutConfig(model_path="m", backend="sglang").resolve_backend()
-    (tmp_path / "vllm.py").write_text("raise ImportError('must not be imported')")
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """`engine(name, version)` has that version be installed in an environment of its own; '' for none."""
+
+    def install(name, version):
+        python = tmp_path / f"python-{name}-{version or 'none'}"
+        python.write_text(f"#!/bin/sh\necho {version}\n")
+        python.chmod(0o755)
+        monkeypatch.setenv(f"XTUNER_{name.upper()}_PYTHON", str(python))
+        return str(python)
+
+    return install
+
+
+def test_a_foreign_engine_is_refused_with_the_reason_before_anything_of_it_is_imported(engine, monkeypatch):
+    def refusal(name):
+        with pytest.raises(RuntimeError) as info:
+            RolloutConfig(model_path="m", backend=name).resolve_backend()
+        return str(info.value)
+
+    assert "'lmdeploy' is not driven by this version yet; use one of ('sglang', 'vllm'), or set" in refusal("lmdeploy")
+    python = engine("vllm", "")
+    assert f"'vllm' is not installed for {python}: pip install 'xtuner[vllm]', name the interpreter" in refusal("vllm")
+    python = engine("vllm", "0.9.1")
+    assert f"{python} has version 0.9.1, and versions from 0.32 up to but without 0.33 are driven" in refusal("vllm")
+    monkeypatch.setenv("XTUNER_SGLANG_PYTHON", "/nowhere/python")
+    assert "'sglang': there is no interpreter /nowhere/python; name the interpreter" in refusal("sglang")
+
+
+def test_an_engine_that_is_there_is_taken_on_a_cpu(engine, model, monkeypatch):
+    engine("vllm", "0.32.5")
     monkeypatch.setenv("XTUNER_USE_VLLM", "1")
-    with pytest.raises(RuntimeError, match="'vllm' is installed, but this version drives only the native engine yet"):
-        RolloutConfig(model_path="m").resolve_backend()
+    assert RolloutConfig(model_path=model).resolve("cpu").backend == "vllm"
+    with pytest.raises(RuntimeError, match="'vllm' is driven on CPU only yet, and the run is on 'cuda'"):
+        RolloutConfig(model_path=model).resolve("cuda")
+    monkeypatch.delenv("XTUNER_USE_VLLM")
+    python = engine("sglang", "0.5.23")
+    monkeypatch.delenv("XTUNER_SGLANG_PYTHON")
+    options = {"sglang_python": python}
+    assert RolloutConfig(model_path=model, backend="sglang", extra_rollout_config=options).resolve("cpu")
+
+
+def test_what_a_served_engine_cannot_honour_is_refused_by_name(engine, model):
+    engine("sglang", "0.5.23")
+    config = RolloutConfig(
+        model_path=model, backend="sglang", tensor_parallel_size=2, enable_float8=True, weight_transport_type="nccl",
+        api_key=["key-1", "key-2"],
+        extra_rollout_config={"vllm_swap_space": 4, "sglang_port": 1, "sglang_env": "A=1", "sglang_log_level": "debug"},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="rollout_config: the sglang engine cannot honour") as info:
+        config.resolve("cpu")
+    text = str(info.value)
+    for part in (
+        "tensor_parallel_size=2", "enable_float8=True", "weight_transport_type='nccl'", "api_key has 2 entries",
+        "extra_rollout_config['vllm_swap_space'] is for another engine than sglang",
+        "extra_rollout_config['sglang_port']: set dist_port_base", "['sglang_env'] must be a mapping",
+    ):  # fmt: skip
+        assert part in text
+    assert "log_level" not in text and "key-1" not in text
+
+
+def test_options_become_arguments():
+    given = {
+        "vllm_python": "/p", "vllm_env": {"A": 1}, "vllm_some_flag": True, "vllm_off": False, "vllm_none": None,
+        "vllm_size": 4, "vllm_names": ["a", "b"], "vllm_more": {"x": 1},
+    }  # fmt: skip
+    options = engine_options(RolloutConfig(model_path="m", extra_rollout_config=given), "vllm")
+    assert options.argv() == ["--some-flag", "--size", "4", "--names", "a", "b", "--more", '{"x": 1}']
+    assert options.env == {"A": "1"}
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_every_field_does_something_is_refused_or_is_said_to_do_nothing(backend):
+    """A new field must not be accepted and ignored."""
+    sources = "".join(
+        (Path(worker.__file__).parent / name).read_text()
+        for name in (
+            "worker.py", "controller.py", "backends/served.py", f"backends/{backend}.py", "backends/options.py",
+        )
+    )  # fmt: skip
+    known = set(NOT_IN_SERVED) | set(NO_EFFECT_IN_SERVED)
+    used = {name for name in RolloutConfig.model_fields if re.search(rf"\b(config|c)\.{name}\b", sources)}
+    elsewhere = {"env", "device", "gpu_memory_utilization"}  # labels, and what is of a GPU
+    assert set(RolloutConfig.model_fields) - known - used - elsewhere == set()
+    assert not known & {"model_path", "context_length"}

@@ -65,6 +65,9 @@ def test_an_engine_that_is_not_installed_is_named_with_the_command(refusal, monk
     assert refusal(**cpu, rollout='backend="native"') is None
     assert refusal(**cpu, rollout="**more") is None
     assert refusal(**cpu, sets=["rollout_config.backend=native"]) is None
+    assert refusal(**cpu, rollout="extra_rollout_config=options") is None  # may name the engine's interpreter
+    monkeypatch.setenv("XTUNER_VLLM_PYTHON", "/engines/vllm/bin/python")
+    assert refusal(**cpu) is None
 
 
 def test_a_file_that_cannot_be_read_is_left_to_those_who_run_it(tmp_path):

@@ -341,7 +341,8 @@ class RLColocateTrainer:
         if not self.cfg.debug_rollout:
             await self._start_workers(checkpoint)
         if self.rollout is not None:
-            await self.rollout.start()
+            assert self.experiment is not None
+            await self.rollout.start(self.experiment.logs)
 
     async def _start_workers(self, checkpoint: Path | None) -> None:
         cfg, worker = self.cfg, self.cfg.train_worker_cfg

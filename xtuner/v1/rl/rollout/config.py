@@ -1,6 +1,5 @@
 """Which engine generates, and how it is fed and watched."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -11,6 +10,14 @@ from pydantic import Field, field_validator, model_validator
 
 from xtuner.v1.config import TorchDtype, XTunerConfig
 from xtuner.v1.utils import get_logger
+
+from .backends.options import (
+    NO_EFFECT_IN_SERVED,
+    NOT_IN_SERVED,
+    device_problem,
+    engine_problem,
+    option_problems,
+)
 
 if TYPE_CHECKING:
     from xtuner.v1.rl.utils import Launcher
@@ -62,7 +69,7 @@ class RolloutConfig(XTunerConfig):
     tokenizer_path: str | Path | None = None
     """Tokenizer of a server. None: `model_path`."""
     api_key: list[str] | str | None = None
-    """Bearer token(s) of a server."""
+    """Bearer token of a server. None: one made for the run."""
     gpus_per_node: int = Field(8, ge=1)
     """GPUs of a machine, for engines that span machines."""
     dtype: TorchDtype = torch.bfloat16
@@ -72,13 +79,13 @@ class RolloutConfig(XTunerConfig):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of the GPU's memory that engine and KV cache may take while the trainer sleeps."""
     cpu_cache_bytes: int = Field(4 * _GIB, gt=0)
-    """Largest KV cache on a CPU, in bytes (native engine); it grows on demand."""
+    """Largest KV cache on a CPU, in bytes. The native engine's grows on demand."""
     random_seed: int = 1024
     """Seed of a server. The native engine draws from the trainer's seed and the rollout id."""
     rollout_cross_node_comm: bool = False
     """Engine over several machines."""
     dist_port_base: int = Field(25000, ge=1024, le=65535)
-    """First port that a server tries."""
+    """First port that a server tries, and 8 further on for every rank."""
     weight_transport_type: Literal["ipc", "nccl", "checkpoint_engine"] | None = None
     """How new weights travel. None: within the process (native), else `ipc`."""
     weight_update_host: str | None = None
@@ -124,7 +131,8 @@ class RolloutConfig(XTunerConfig):
     enable_float8: bool = False
     """Serve in float8."""
     extra_rollout_config: dict[str, Any] = {}
-    """Options for one engine, by prefix: `sglang_*`, `lmdeploy_*`, `vllm_*`."""
+    """Options for the engine's server, by prefix: `sglang_*`, `lmdeploy_*`, `vllm_*`; `vllm_max_log_len=9` becomes
+    `--max-log-len 9`. `*_python` is the interpreter of its environment, `*_env` a mapping of variables for it."""
     max_retry_per_worker: int | None = None
     """Kept for compatibility: `health_check_failure_threshold` decides when an engine is left out."""
     max_retry_per_sample: int = Field(1, ge=0)
@@ -198,16 +206,9 @@ class RolloutConfig(XTunerConfig):
         backend = self.backend or (chosen[0] if chosen else "native")
         if backend == "native":
             return backend
-        if importlib.util.find_spec(backend) is None:
-            raise RuntimeError(
-                f"rollout engine {backend!r} is not installed, and this version drives only the native engine yet: "
-                f"set rollout_config.backend='native' (and unset {wanted[backend]}). A version that drives it needs "
-                f"pip install 'xtuner[{backend}]'."
-            )
-        raise RuntimeError(
-            f"rollout engine {backend!r} is installed, but this version drives only the native engine yet: set "
-            f"rollout_config.backend='native' (and unset {wanted[backend]})."
-        )
+        if problem := engine_problem(self, backend):
+            raise RuntimeError(problem)
+        return backend
 
     def workers_problem(self, num_workers: int) -> str | None:
         """Why so many workers cannot be cut into engines; None if they can."""
@@ -219,10 +220,13 @@ class RolloutConfig(XTunerConfig):
             f"{size} workers, or a divisor of {num_workers}."
         )
 
-    def resolve(self) -> "RolloutConfig":
-        """A copy with engine, context length and batch size filled in. Raises if one cannot be had."""
+    def resolve(self, device: str | None = None) -> "RolloutConfig":
+        """A copy with engine, context length and batch size filled in, for "cuda" or "cpu" if given. Raises if one
+        cannot be had."""
         backend = self.resolve_backend()
-        self._check_native()
+        if backend != "native" and device is not None and (problem := device_problem(backend, device)):
+            raise RuntimeError(problem)
+        self._check_options(backend)
         config_file = Path(self.model_path) / "config.json"
         if not config_file.is_file():
             raise ValueError(
@@ -274,17 +278,19 @@ class RolloutConfig(XTunerConfig):
     def _changed(self, name: str) -> bool:
         return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
 
-    def _check_native(self) -> None:
+    def _check_options(self, backend: Backend) -> None:
         refused = [
             f"{name}={'(hidden)' if name == 'api_key' else repr(getattr(self, name))} ({reason})"
-            for name, reason in _NOT_IN_NATIVE.items()
+            for name, reason in (_NOT_IN_NATIVE if backend == "native" else NOT_IN_SERVED).items()
             if self._changed(name)
         ]
-        if self.weight_transport_type not in (None, "ipc"):
+        if backend != "native":
+            refused += option_problems(self, backend)
+        elif self.weight_transport_type not in (None, "ipc"):
             refused.append(f"weight_transport_type={self.weight_transport_type!r} (weights stay in the process)")
         if refused:
             raise ValueError(
-                "rollout_config: the native engine cannot honour " + "; ".join(refused) + ". Remove these."
+                f"rollout_config: the {backend} engine cannot honour {'; '.join(refused)}. Remove or mend these."
             )
 
     def build(self, launcher: "Launcher", tokenizer: Any, seed: int, device: str) -> "RolloutController":
@@ -299,13 +305,14 @@ class RolloutConfig(XTunerConfig):
         from .controller import RolloutController
         from .worker import RolloutWorker
 
-        config = self.resolve()
+        config = self.resolve(device)
         ranks = launcher.world_size
         if problem := config.workers_problem(ranks):
             raise ValueError(problem)
         address = launcher.rendezvous() if config.tensor_parallel_size > 1 else None
-        if idle := [name for name in _NO_EFFECT_IN_NATIVE if self._changed(name)]:
-            get_logger().info(f"rollout_config: no effect with the native engine: {', '.join(idle)}.")
+        without_effect = _NO_EFFECT_IN_NATIVE if config.backend == "native" else NO_EFFECT_IN_SERVED
+        if idle := [name for name in without_effect if self._changed(name)]:
+            get_logger().info(f"rollout_config: no effect with the {config.backend} engine: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(ranks)]
         handles = [
             launcher.spawn_on(rank, name, RolloutWorker, config, rank, device, ranks, address)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from xtuner.v1.data_proto import RolloutState
@@ -143,9 +144,9 @@ class RolloutController:
 
     # ---------------------------------------------------------------- life of the engines
 
-    async def start(self) -> None:
-        """Load the engines, all at once."""
-        await self._broadcast("start", _START_S)
+    async def start(self, log_dir: Path | None = None) -> None:
+        """Load the engines, all at once. `log_dir`: for the logs of servers."""
+        await self._broadcast("start", _START_S, log_dir)
 
     async def pause(self) -> None:
         """End all requests in flight as ABORTED, those of copies of this controller too, until `resume`."""
@@ -173,7 +174,8 @@ class RolloutController:
         return list(await asyncio.gather(*(self._pool.probe(r) for r in self._pool.replicas)))
 
     async def metrics(self) -> dict[str, int]:
-        """Totals since the start: requests, retries, timeouts, errors, invalid, refused, failures, cut_to_context.
+        """Totals since the start: requests, retries, timeouts, errors, invalid, refused, failures, cut_to_context; and
+        those of `CountsWork`, for engines that count.
 
         Those of copies in other processes are included up to their last request.
         """
@@ -181,7 +183,8 @@ class RolloutController:
         total = Counter(self._events)
         for counts in await self._broadcast("counts", _ABORT_S):
             total.update(counts)
-        return {key: total[key] for key in keys}
+        engine_keys = ("prefill_tokens", "prefix_hit_tokens", "preemptions")
+        return {key: total[key] for key in keys} | {key: total[key] for key in engine_keys if key in total}
 
     async def shutdown(self) -> None:
         """Stop the engines. What cannot be stopped is logged: its process is ended by the launcher."""

@@ -1,15 +1,17 @@
 """One rollout engine, in the process of its rank."""
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.utils import get_logger
 
-from .backends.base import GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
+from .backends.base import CountsWork, GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
 from .config import RolloutConfig
 
 __all__ = ["RolloutConfig", "RolloutWorker"]
@@ -30,6 +32,7 @@ class RolloutWorker:
         """address: where all `num_ranks` ranks meet if engines have several and no process group is there yet."""
         self.config, self.rank, self.device = config, rank, device
         self._num_ranks, self._address, self._owns_group = num_ranks, address, False
+        self._log_dir = Path(tempfile.gettempdir())
         self._engine: RolloutEngine | None = None
         self._paused = False
         self._version = -1
@@ -37,9 +40,18 @@ class RolloutWorker:
 
     def build_engine(self) -> RolloutEngine:
         """The engine that the configuration names."""
+        config = self.config
+        log_dir = config.worker_log_dir or self._log_dir
+        if config.backend == "sglang":
+            from .backends.sglang import SGLangEngine
+
+            return SGLangEngine(config, self.rank, self.device, log_dir)
+        if config.backend == "vllm":
+            from .backends.vllm import VLLMEngine
+
+            return VLLMEngine(config, self.rank, self.device, log_dir)
         from .backends.native import NativeEngine, TensorParallelEngine
 
-        config = self.config
         assert config.context_length is not None and config.rollout_max_batch_size_per_instance is not None
         dtype = config.cpu_dtype if self.device == "cpu" else config.dtype
         if self.rank == 0:
@@ -68,7 +80,9 @@ class RolloutWorker:
             raise RuntimeError(f"rollout worker {self.rank}: the engine is not started")
         return self._engine
 
-    async def start(self) -> None:
+    async def start(self, log_dir: Path | None = None) -> None:
+        """`log_dir`: for the log of a server, unless the configuration names another folder."""
+        self._log_dir = log_dir or self._log_dir
         if self._address is not None and not dist.is_initialized():
             host, port = self._address
             backend = "gloo" if self.device == "cpu" else "nccl"
@@ -129,7 +143,7 @@ class RolloutWorker:
         return self._engine is not None and await self._engine.health()
 
     async def counts(self) -> dict[str, int]:
-        return dict(self._counts)
+        return dict(self._counts) | (self._engine.statistics() if isinstance(self._engine, CountsWork) else {})
 
     async def stop(self) -> None:
         if self._engine is not None:

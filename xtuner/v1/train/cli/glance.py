@@ -36,11 +36,12 @@ def refuse_at_a_glance(config: Path, accelerator: str | None, sets: list[str]) -
         for engine in _ENGINES:
             lines = [line for line, value in backends if value == engine]
             by_variable = open_choice and os.environ.get(_variable(engine)) == "1"
-            if (lines or by_variable) and importlib.util.find_spec(engine) is None:
+            elsewhere = os.environ.get(_python(engine)) or _given(calls, "RolloutConfig", "extra_rollout_config")
+            if (lines or by_variable) and not elsewhere and importlib.util.find_spec(engine) is None:
                 where = f"{config}:{lines[0]}: backend={engine!r}" if lines else f"{_variable(engine)}=1"
                 problems.append(
-                    f"{where}, but {engine} is not installed: pip install 'xtuner[{engine}]'. This version drives the "
-                    "native engine only: take backend='native'."
+                    f"{where}, but {engine} is not installed: pip install 'xtuner[{engine}]', or name the interpreter "
+                    f"of an environment that has it in {_python(engine)}; or take backend='native'."
                 )
     if problems:
         raise UserError("\n".join(["the run cannot start:", *(f"- {problem}" for problem in problems)]))
@@ -78,6 +79,10 @@ def _touched(sets: list[str], field: str) -> bool:
 
 def _variable(engine: str) -> str:
     return f"XTUNER_USE_{engine.upper()}"
+
+
+def _python(engine: str) -> str:
+    return f"XTUNER_{engine.upper()}_PYTHON"
 
 
 def _has_gpu() -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
 
-LogprobStage = Literal["sampled", "raw"]
+LogprobStage = Literal["sampled", "scaled", "raw"]
 MemoryTag = Literal["weights", "kv_cache"]
 
 
@@ -35,7 +35,8 @@ class GenerateOutput:
     """[R] version of the weights that made each token."""
     finish_reason: FinishReason = "error"
     logprob_stage: LogprobStage = "sampled"
-    """`sampled`: after temperature and truncation; `raw`: softmax of the logits (greedy requests)."""
+    """`sampled`: after temperature and truncation; `scaled`: after temperature, but before the truncation that there
+    was; `raw`: softmax of the logits (greedy requests)."""
     error: str | None = None
     """Why, when finish_reason is `error`."""
     routed_experts: np.ndarray | None = None
@@ -75,6 +76,15 @@ class RolloutEngine(Protocol):
 
     async def stop(self) -> None:
         """Free everything. In-flight requests are aborted."""
+
+
+@runtime_checkable
+class CountsWork(Protocol):
+    """An engine that says what it did."""
+
+    def statistics(self) -> dict[str, int]:
+        """Totals since the start: `prefill_tokens` of prompts that went through the model, `prefix_hit_tokens` that were
+        found in its cache instead, and `preemptions`: how often a sequence had to give its room to others."""
 
 
 @runtime_checkable

@@ -1,0 +1,44 @@
+"""Real engines in environments of their own: `make test-engines`. Nothing is collected without XTUNER_TEST_ENGINES."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .build_env import environment
+from .helpers import Engines, write_model
+
+ENGINES = ("sglang", "vllm")
+WANTED = os.environ.get("XTUNER_TEST_ENGINES", "").split()
+if not WANTED:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session", params=[name for name in ENGINES if name in WANTED or "all" in WANTED])
+def engine_name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The engine, with its environment built and named."""
+    name = request.param
+    variable = f"XTUNER_{name.upper()}_PYTHON"
+    before = os.environ.get(variable)
+    os.environ[variable] = before or str(environment(name))
+    yield name
+    if before is None:
+        del os.environ[variable]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three sets of weights of one model."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_model(folder / f"model-{seed}", seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def engines(engine_name: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Starts engines, on one event loop, and stops them."""
+    with asyncio.Runner() as runner:
+        started = Engines(engine_name, models, tmp_path_factory.mktemp("logs"), runner)
+        yield started
+        started.close()

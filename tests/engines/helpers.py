@@ -1,0 +1,140 @@
+"""The demo's model with random weights, engines over it, and what `transformers` says of the same weights."""
+
+import asyncio
+import functools
+import importlib
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtuner.v1.data_proto import SampleParams, WeightBucket
+from xtuner.v1.model import get_model_config_from_hf
+from xtuner.v1.model.hf import export_hf_tensors, iter_hf_tensors, save_hf_model
+from xtuner.v1.rl.rollout.backends.base import GenerateOutput, GenerateRequest
+from xtuner.v1.rl.rollout.backends.served import ServedEngine
+from xtuner.v1.rl.rollout.worker import RolloutConfig
+from xtuner.v1.train.demo.model import write_config, write_tokenizer
+
+CONTEXT, SLOTS = 256, 8
+CLASSES = {"sglang": "SGLangEngine", "vllm": "VLLMEngine"}
+
+
+def write_model(folder: Path, seed: int, std: float = 0.12) -> Path:
+    """Random weights, wide enough that the most likely token stands out; the head is tied to the embedding."""
+    source = folder.parent / "source"
+    if not source.exists():
+        write_config(source)
+        write_tokenizer(source)
+    model = get_model_config_from_hf(source).build("cpu")
+    model.init_weights(seed, std)
+    save_hf_model(export_hf_tensors(model, torch.float32), model.config, folder, source_dir=source)
+    return folder
+
+
+def buckets(folder: Path, parts: int = 3) -> list[WeightBucket]:
+    items = list(iter_hf_tensors(folder))
+    return [WeightBucket(dict(items[i::parts])) for i in range(parts)]
+
+
+@functools.cache
+def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def logits(folder: Path, ids: list[int]) -> Tensor:
+    """[T, V] of `transformers`."""
+    return reference(folder)(torch.tensor([ids])).logits[0].float()
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The tokens that `transformers` finds most likely."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits(folder, ids)[-1].argmax()))
+        if ids[-1] == 2:
+            break
+    return ids[len(prompt) :]
+
+
+def logprobs_of(folder: Path, prompt: list[int], output: GenerateOutput, temperature: float = 1.0) -> Tensor:
+    """[R] of the output's tokens, after temperature, by `transformers`."""
+    rows = logits(folder, prompt + output.token_ids)[len(prompt) - 1 : -1]
+    return torch.log_softmax(rows / temperature, -1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+
+
+def prompt(seed: int, length: int = 11) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 384, (length,), generator=generator).tolist()
+
+
+def request(number: int = 0, ids: list[int] | None = None, seed: int | None = None, **params: Any) -> GenerateRequest:
+    params = {"max_tokens": 12} | params
+    return GenerateRequest(
+        number, prompt(number) if ids is None else ids, SampleParams(**params), number if seed is None else seed
+    )
+
+
+class Engines:
+    """Starts engines of one kind, one after another."""
+
+    def __init__(self, name: str, models: list[Path], log_dir: Path, runner: asyncio.Runner):
+        self.name, self.models, self.log_dir, self._runner = name, models, log_dir, runner
+        self._started: list[ServedEngine] = []
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(coroutine)
+
+    def config(self, **changes: Any) -> RolloutConfig:
+        fields: dict[str, Any] = {
+            "model_path": self.models[0], "context_length": CONTEXT, "backend": self.name,
+            "rollout_max_batch_size_per_instance": SLOTS,
+        }  # fmt: skip
+        return RolloutConfig(**(fields | changes)).resolve("cpu")
+
+    def start(self, **changes: Any) -> ServedEngine:
+        module = importlib.import_module(f"xtuner.v1.rl.rollout.backends.{self.name}")
+        engine: ServedEngine = getattr(module, CLASSES[self.name])(self.config(**changes), 0, "cpu", self.log_dir)
+        self._started.append(engine)
+        self.run(engine.start())
+        return engine
+
+    def generate(self, engine: ServedEngine, *requests: GenerateRequest) -> list[GenerateOutput]:
+        async def all_of_them() -> list[GenerateOutput]:
+            return await asyncio.gather(*(engine.generate(r) for r in requests))
+
+        return self.run(all_of_them())
+
+    def close(self) -> None:
+        for engine in self._started:
+            self.run(engine.stop())
+
+
+def descendants(pid: int) -> set[int]:
+    """Of a process, itself included."""
+    found = {pid}
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found |= descendants(int(child))
+    except OSError:
+        pass
+    return found
+
+
+def running(pids: set[int]) -> set[int]:
+    """Those that are there and no zombies."""
+    there = set()
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            there.add(pid)
+    return there

@@ -1,0 +1,355 @@
+"""What engines behind a server have in common: when they may serve, how weights come, what happens when they die."""
+
+import asyncio
+import math
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from xtuner.v1.data_proto import SampleParams, WeightBucket
+from xtuner.v1.model.hf import weight_views
+from xtuner.v1.model.hf_config import get_model_config_from_hf
+from xtuner.v1.rl.weight_update import Inventory, write_weights
+from xtuner.v1.utils import get_logger
+
+from .base import GenerateOutput, GenerateRequest, MemoryTag
+from .native.engine import read_eos_ids
+from .options import engine_options, engine_python, inherited_environment
+from .server import EngineServer, ServerDied, ServerError, ServerRefused
+
+if TYPE_CHECKING:
+    from ..config import RolloutConfig
+
+_ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+_GREEDY_BELOW = 1e-5
+CALL_S = 300.0
+"""Seconds for a call that changes the engine's state."""
+_ABORT_S, _ABORT_AGAIN_S = 30.0, 0.2
+_MAX_RESTARTS = 3
+"""In a row, without a response in between."""
+_COMPANIONS = ("config.json", "generation_config.json")
+
+
+class ServedEngine(ABC):
+    """One replica behind an HTTP server of its own.
+
+    Weights travel in a folder that the server reads; the last one is kept, so that a server that died comes back with
+    the current weights. Nothing is given to it before that.
+    """
+
+    name: str
+    own_path: str
+    """Answers only with the key."""
+    health_path = "/health"
+    """Answers 200 while the engine behind the server works."""
+
+    def __init__(self, config: "RolloutConfig", rank: int, device: str, log_dir: Path):
+        assert config.context_length is not None and config.rollout_max_batch_size_per_instance is not None
+        self.config, self.rank, self.device = config, rank, device
+        self.context_length: int = config.context_length
+        self.max_batch_size: int = config.rollout_max_batch_size_per_instance
+        self.dtype = config.cpu_dtype if device == "cpu" else config.dtype
+        self.model_path = Path(config.model_path).absolute()
+        self.tokenizer_path = Path(config.tokenizer_path or config.model_path).absolute()
+        self.version = 0
+        self.options = engine_options(config, self.name)
+        self.python = engine_python(config, self.name)
+        self.inherited = inherited_environment(self.python)
+        self.server = EngineServer(
+            f"{self.name} server of rollout worker {rank}", log_dir.absolute() / f"rollout_{rank}_{self.name}.log",
+            first_port=min(config.dist_port_base + 8 * rank, 65535), own_path=self.own_path,
+        )  # fmt: skip
+        self._obstacle: dict[str, str] = {"start": "the engine was not started."}
+        """Why it cannot serve, by what must happen first."""
+        self._in_flight: set[int] = set()
+        self._weights: Path | None = None
+        """Folder of the current weights; None: those of `model_path`."""
+        self._restart: asyncio.Task[None] | None = None
+        self._restarts = 0
+
+    # ---- what an engine has to say ----
+
+    @abstractmethod
+    def command(self, port: int) -> list[str]:
+        """The server's arguments, the interpreter excluded."""
+
+    @abstractmethod
+    def environment(self, key: str) -> dict[str, str]:
+        """Variables that the server needs beside the usual ones."""
+
+    @abstractmethod
+    async def ask(self, request: GenerateRequest) -> GenerateOutput:
+        """Send a request that was checked, and read the answer. Versions of weights are filled in by the caller."""
+
+    @abstractmethod
+    async def abort_all(self) -> None:
+        """End every request that the server knows of."""
+
+    @abstractmethod
+    async def load(self, folder: Path, version: int) -> None:
+        """Take the weights of this folder, and forget what was computed with others."""
+
+    @abstractmethod
+    async def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        self._model_config = get_model_config_from_hf(self.model_path)
+        self._expected: dict[str, Tensor] = weight_views(self._model_config.build("meta", self.dtype))
+        self.eos_ids = read_eos_ids(self.model_path)
+        self.version, self._weights, self._restarts = 0, None, 0
+        await self._start_server()
+        self._obstacle = {}
+        if self.config.skip_load_weights:
+            self._obstacle["update"] = "it has no weights yet: update_weights must come first."
+
+    async def _start_server(self) -> None:
+        given = self.config.api_key
+        await self.server.start(
+            lambda port: [self.python, *self.command(port)],
+            lambda key: self.inherited | self.environment(key) | self.options.env,
+            timeout=float(os.environ.get("XTUNER_ENGINE_START_TIMEOUT", 900)),
+            key=given[0] if isinstance(given, list) else given,
+        )
+
+    async def stop(self) -> None:
+        if self._restart is not None and self._coming_back():
+            self._restart.cancel()
+            await asyncio.wait([self._restart])
+        await self.server.stop()
+        self._obstacle = {"start": "the engine was stopped."}
+
+    async def health(self) -> bool:
+        """False before `start`, after `stop`, and when a dead server cannot be brought back. One that is asleep or is
+        being brought back is healthy: requests wait for it."""
+        if self._obstacle.keys() & {"start", "failure"}:
+            return False
+        if self._coming_back():
+            return True
+        if not self.server.alive:
+            return self._bring_back("its process is gone")
+        if self._obstacle:
+            return True
+        status = await self.server.status(self.health_path, self.config.health_check_timeout_seconds)
+        if status is None:
+            raise ServerError(f"{self.server.name} does not answer.")
+        return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
+
+    async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        """On a CPU nothing is given back: the engine only refuses until it is awake, and until weights have come."""
+        self._refuse_in_flight("sleep")
+        if "start" in self._obstacle:
+            raise RuntimeError(f"sleep: {self._obstacle['start']}")
+        if "kv_cache" in tags:
+            self._obstacle["kv_cache"] = "its cache is asleep: wake it first."
+        if "weights" in tags:
+            self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
+            self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
+
+    async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        await self._ensure_alive()
+        for tag in tags:
+            self._obstacle.pop(tag, None)
+
+    async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        self._refuse_in_flight("update_weights")
+        if why := self._obstacle.get("start") or self._obstacle.get("weights"):
+            raise RuntimeError(f"update_weights: {why}")
+        self._obstacle["update"] = "the last update of its weights is not complete: push them again."
+        await self._ensure_alive()
+        assert self.server.home is not None
+        folder = self.server.home / f"weights-{version}"
+        if folder == self._weights:  # the same version again
+            self._weights = None
+        shutil.rmtree(folder, ignore_errors=True)
+        write_weights(self._verified(buckets), folder, version)
+        for name in _COMPANIONS:
+            if (self.model_path / name).is_file():
+                (folder / name).symlink_to(self.model_path / name)
+        await self.load(folder, version)
+        old, self._weights, self.version = self._weights, folder, version
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+        del self._obstacle["update"]
+
+    def _verified(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """The buckets, every one checked; raises WeightUpdateError at the end if they are not a whole set."""
+        inventory = Inventory(self._expected)
+        for bucket in buckets:
+            inventory.take(WeightBucket(bucket.tensors, bucket.dtype))
+            yield bucket
+        inventory.check()
+
+    async def reset_prefix_cache(self) -> None:
+        if not self._obstacle:
+            await self.forget_prefixes()
+
+    # ---- requests ----
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        if self._coming_back():
+            assert self._restart is not None
+            await asyncio.shield(self._restart)
+        why = f"the engine cannot serve: {' '.join(self._obstacle.values())}" if self._obstacle else None
+        why = why or self.objection(request)
+        if why:
+            return GenerateOutput(request.request_id, finish_reason="error", error=why)
+        version = self.version
+        self._in_flight.add(request.request_id)
+        try:
+            output = await self.ask(request)
+        except ServerRefused as refusal:
+            if refusal.status < 500:
+                return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal}")
+            await self._look_after(str(refusal))
+            raise
+        except ServerDied as death:
+            self._bring_back(str(death))
+            raise
+        except ServerError as error:
+            await self._look_after(str(error))
+            raise
+        finally:
+            self._in_flight.discard(request.request_id)
+        self._restarts = 0
+        output.weight_versions = [version] * len(output.token_ids)
+        return output
+
+    async def abort(self) -> None:
+        """A request may be on its way when the server is told: it is told again until all have come back."""
+        deadline = asyncio.get_running_loop().time() + _ABORT_S
+        while self._in_flight and self.server.alive:
+            if asyncio.get_running_loop().time() > deadline:
+                raise TimeoutError(f"{self.server.name}: {len(self._in_flight)} requests do not end after abort.")
+            await self.abort_all()
+            again = asyncio.get_running_loop().time() + _ABORT_AGAIN_S
+            while self._in_flight and asyncio.get_running_loop().time() < again:
+                await asyncio.sleep(0.01)
+
+    def objection(self, request: GenerateRequest) -> str | None:
+        """Why the request cannot be served. What is wrong with ids would be the end of some servers."""
+        ids, p, vocabulary = request.prompt_ids, request.params, self._model_config.vocab_size
+        if not ids:
+            return "the prompt is empty: there is nothing to continue."
+        if len(ids) + 1 > self.context_length:
+            return (
+                f"a prompt of {len(ids)} tokens and one token of response do not fit into the context of "
+                f"{self.context_length} tokens: raise context_length, or filter the prompts."
+            )
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            bad = next(i for i in ids if not 0 <= i < vocabulary)
+            return (
+                f"prompt id {bad} is outside the model's vocabulary of {vocabulary}: tokenizer and model do not belong "
+                "together."
+            )
+        if bad_stops := [i for i in p.stop_token_ids if not 0 <= i < vocabulary]:
+            return f"sample_params.stop_token_ids={bad_stops} are outside the model's vocabulary of {vocabulary}."
+        if any(not stop for stop in p.stops):
+            return "sample_params.stops holds an empty string: it would end every response."
+        if p.top_logprobs > 1:
+            return f"sample_params.top_logprobs={p.top_logprobs}: not with {self.name} yet; set it to 1."
+        if not p.return_token_ids:
+            return f"sample_params.return_token_ids=False: {self.name} is asked for ids; set True."
+        if not p.no_stop_trim:
+            return "sample_params.no_stop_trim=False: the stop token is trained; set True."
+        return None
+
+    def max_tokens(self, request: GenerateRequest) -> int:
+        """Of the response: what fits into the context."""
+        return min(request.params.max_tokens, self.context_length - len(request.prompt_ids))
+
+    # ---- death and return ----
+
+    async def _look_after(self, problem: str) -> None:
+        """After an error that a working server would not give: bring it back if it does not work."""
+        if not self._coming_back() and not await self.server.answers(self.health_path):
+            self._bring_back(problem)
+
+    def _coming_back(self) -> bool:
+        return self._restart is not None and not self._restart.done()
+
+    def _bring_back(self, problem: str) -> bool:
+        """Begin to start the server again with the weights that it had. Whether that is possible."""
+        if self._coming_back():
+            return True
+        if self._restarts >= _MAX_RESTARTS:
+            self._obstacle["failure"] = f"it died {_MAX_RESTARTS + 1} times in a row, last: {problem}"
+            return False
+        self._restarts += 1
+        get_logger().error(f"{problem}\n{self.server.name} is started again with weights of version {self.version}.")
+        self._restart = asyncio.ensure_future(self._return())
+        return True
+
+    async def _return(self) -> None:
+        """What goes wrong here is why the engine cannot serve, not an error of who happens to wait for it."""
+        try:
+            await self._start_server()
+            if self._weights is not None and "update" not in self._obstacle:
+                await self.load(self._weights, self.version)
+        except Exception as error:
+            self._obstacle["failure"] = f"it died and could not be brought back: {error}"
+            get_logger().error(f"{self.server.name}: {self._obstacle['failure']}")
+
+    async def _ensure_alive(self) -> None:
+        """Raises if the server is dead and cannot be brought back."""
+        if not self._coming_back() and not self.server.alive:
+            self._bring_back("its process is gone")
+        if self._coming_back():
+            assert self._restart is not None
+            await asyncio.shield(self._restart)
+        if why := self._obstacle.get("failure") or self._obstacle.get("start"):
+            raise RuntimeError(f"{self.server.name}: {why}")
+
+    def _refuse_in_flight(self, what: str) -> None:
+        if self._in_flight:
+            raise RuntimeError(f"{what}: {len(self._in_flight)} requests are in flight; abort them first.")
+
+    # ---- facts ----
+
+    def cache_bytes(self) -> int:
+        """Of the KV cache on a CPU: what all sequences at their longest take, or `cpu_cache_bytes`."""
+        return self.cache_tokens() * self._row_bytes()
+
+    def _row_bytes(self) -> int:
+        heads, key_dim, value_dim = self._model_config.attention.cache_shape
+        return self._model_config.num_hidden_layers * heads * (key_dim + value_dim) * self.dtype.itemsize
+
+    def cache_tokens(self) -> int:
+        """The same in tokens."""
+        row = self._row_bytes()
+        room = self.config.cpu_cache_bytes // row
+        if room < self.context_length:
+            raise ValueError(
+                f"rollout_config.cpu_cache_bytes={self.config.cpu_cache_bytes} holds {room} tokens of {row} bytes, "
+                f"fewer than context_length={self.context_length}; raise it."
+            )
+        return min(room, self.max_batch_size * self.context_length)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name or self._model_config.model_type
+
+
+def is_greedy(params: SampleParams) -> bool:
+    """Whether the most likely token is taken."""
+    return params.temperature < _GREEDY_BELOW or params.top_k == 1
+
+
+def checked(output: GenerateOutput, engine: str) -> GenerateOutput:
+    """`output`, or an error if its log-probs are not those of its tokens."""
+    if len(output.logprobs) != len(output.token_ids) or not all(map(math.isfinite, output.logprobs)):
+        raise ServerError(
+            f"{engine}: {len(output.logprobs)} log-probs, finite or not, for {len(output.token_ids)} tokens."
+        )
+    return output

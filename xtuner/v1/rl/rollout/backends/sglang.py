@@ -1,0 +1,126 @@
+"""SGLang behind its own server (`sglang.launch_server`)."""
+
+from pathlib import Path
+from typing import Any
+
+from xtuner.v1.data_proto import FinishReason, SampleParams
+
+from .base import GenerateOutput, GenerateRequest, LogprobStage
+from .served import CALL_S, ServedEngine, checked, is_greedy
+from .server import ServerError
+
+# The key would be seen by everybody on the command line, and SGLang takes it from nowhere else.
+_LAUNCH = (
+    "import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('XTUNER_ENGINE_KEY')]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
+_ON_CPU = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+    "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
+)  # fmt: skip
+_DETERMINISTIC = "enable_deterministic_inference"
+_SLACK = 8
+"""Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
+
+
+class SGLangEngine(ServedEngine):
+    """Log-probs are after temperature and before top-k and top-p. It draws by a request's seed only with
+    `sglang_enable_deterministic_inference=True`; without that its draws depend on what else is in the batch."""
+
+    name = "sglang"
+    own_path = "/model_info"
+
+    def command(self, port: int) -> list[str]:
+        c = self.config
+        chunk = c.chunked_prefill_size if c.enable_chunked_prefill else -1
+        prefill = () if c.max_prefill_token_num is None else ("--max-prefill-tokens", str(c.max_prefill_token_num))
+        return [
+            "-c", _LAUNCH, "--host", "127.0.0.1", "--port", str(port),
+            "--model-path", str(self.model_path), "--tokenizer-path", str(self.tokenizer_path),
+            "--served-model-name", self.model_name, "--load-format", "dummy" if c.skip_load_weights else "auto",
+            "--weight-version", "0", "--dtype", self.dtype_name, "--context-length", str(self.context_length + _SLACK),
+            "--max-running-requests", str(self.max_batch_size),
+            "--max-total-tokens", str(self.cache_tokens() + self.max_batch_size * _SLACK),
+            "--random-seed", str(c.random_seed), "--chunked-prefill-size", str(chunk), *prefill,
+            *(() if c.enable_prefix_caching else ("--disable-radix-cache",)),
+            "--skip-server-warmup", "--log-level", "info", *_ON_CPU, *self.options.argv(),
+        ]  # fmt: skip
+
+    def environment(self, key: str) -> dict[str, str]:
+        return {
+            "XTUNER_ENGINE_KEY": key, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which is never used
+        }  # fmt: skip
+
+    async def ask(self, request: GenerateRequest) -> GenerateOutput:
+        body = {
+            "rid": f"xtuner-{request.request_id}",
+            "input_ids": request.prompt_ids,
+            "sampling_params": self._sampling(request),
+            "return_logprob": True,  # they also tell the ids that were drawn, the last one included
+        }
+        answer = await self.server.post("/generate", body, timeout=self.config.rollout_timeout)
+        meta = answer["meta_info"]
+        drawn = meta["output_token_logprobs"] or []
+        reason, error = _reason(meta["finish_reason"])
+        stage: LogprobStage = "raw" if is_greedy(request.params) else "scaled" if _cuts(request.params) else "sampled"
+        self._check_version(meta)
+        ids, logprobs = [int(entry[1]) for entry in drawn], [float(entry[0]) for entry in drawn]
+        return checked(GenerateOutput(request.request_id, ids, logprobs, [], reason, stage, error), self.server.name)
+
+    def objection(self, request: GenerateRequest) -> str | None:
+        if request.params.sampling_seed is not None and not self.options.arguments.get(_DETERMINISTIC):
+            return (
+                f"sample_params.sampling_seed={request.params.sampling_seed}: sglang draws by a request's seed only "
+                f"with extra_rollout_config['sglang_{_DETERMINISTIC}']=True (which needs a GPU); leave it None."
+            )
+        return super().objection(request)
+
+    def _sampling(self, request: GenerateRequest) -> dict[str, Any]:
+        p = request.params
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_tokens(request), "min_new_tokens": p.min_tokens,
+            "temperature": 0.0 if is_greedy(p) else p.temperature, "top_p": p.top_p,
+            "top_k": p.top_k if p.top_k > 0 else -1, "min_p": p.min_p, "repetition_penalty": p.repetition_penalty,
+            "presence_penalty": p.presence_penalty, "frequency_penalty": p.frequency_penalty, "stop": p.stops,
+            "stop_token_ids": self.eos_ids + p.stop_token_ids, "no_stop_trim": True, "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }  # fmt: skip
+        if self.options.arguments.get(_DETERMINISTIC):
+            params["sampling_seed"] = request.seed
+        return params
+
+    def _check_version(self, meta: dict[str, Any]) -> None:
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
+        if wrong := {span["version"] for span in spans} - {str(self.version)}:
+            raise ServerError(
+                f"{self.server.name} answers with weights of version {', '.join(sorted(wrong))}, and it was given "
+                f"version {self.version}."
+            )
+
+    async def abort_all(self) -> None:
+        await self.server.post("/abort_request", {"abort_all": True}, timeout=CALL_S)
+
+    async def load(self, folder: Path, version: int) -> None:
+        # Without the format it would take the one it was started with, which may be dummy weights.
+        body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
+        answer = await self.server.post("/update_weights_from_disk", body, timeout=CALL_S)
+        if not answer["success"]:
+            raise ServerError(f"{self.server.name} did not take version {version} of the weights: {answer['message']}")
+
+    async def forget_prefixes(self) -> None:
+        await self.server.post("/flush_cache", timeout=CALL_S)
+
+
+def _cuts(params: SampleParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _reason(finish: dict[str, Any]) -> tuple[FinishReason, str | None]:
+    """It also calls `abort` what it could not serve; then there is a status."""
+    kind = finish["type"]
+    if kind == "abort" and finish.get("status_code") is None:
+        return "abort", None
+    if kind in ("stop", "length"):
+        return kind, None
+    return "error", f"sglang: {finish.get('message') or finish}"

@@ -1,0 +1,91 @@
+"""vLLM behind its own OpenAI server, with the development routes that change weights."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from xtuner.v1.data_proto import FinishReason
+
+from .base import GenerateOutput, GenerateRequest
+from .served import CALL_S, ServedEngine, checked, is_greedy
+from .server import ServerError
+
+_ENGINE_SIDE = Path(__file__).with_name("engine_side")
+_ON_CPU = ("--enforce-eager",)
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VLLMEngine(ServedEngine):
+    """Log-probs are of the distribution that was drawn from; draws follow a request's seed."""
+
+    name = "vllm"
+    own_path = "/v1/models"
+
+    def command(self, port: int) -> list[str]:
+        c = self.config
+        if c.enable_chunked_prefill:
+            step = c.max_prefill_token_num or max(c.chunked_prefill_size, self.max_batch_size)
+        else:
+            step = max(c.max_prefill_token_num or 8192, self.context_length, self.max_batch_size)
+        yes_no = ("--", "--no-")
+        return [
+            "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port),
+            "--middleware", "xtuner_vllm.RequireKey", "--worker-extension-cls", "xtuner_vllm.TakeWeights",
+            "--model", str(self.model_path), "--tokenizer", str(self.tokenizer_path),
+            "--served-model-name", self.model_name, "--load-format", "dummy" if c.skip_load_weights else "auto",
+            "--dtype", self.dtype_name, "--max-model-len", str(self.context_length),
+            "--max-num-seqs", str(self.max_batch_size), "--seed", str(c.random_seed),
+            "--logprobs-mode", "processed_logprobs", "--max-num-batched-tokens", str(step),
+            f"{yes_no[not c.enable_chunked_prefill]}enable-chunked-prefill",
+            f"{yes_no[not c.enable_prefix_caching]}enable-prefix-caching",
+            "--kv-cache-memory-bytes", str(self.cache_bytes()), *_ON_CPU, *self.options.argv(),
+        ]  # fmt: skip
+
+    def environment(self, key: str) -> dict[str, str]:
+        path = os.pathsep.join([str(_ENGINE_SIDE), *filter(None, [self.inherited.get("PYTHONPATH")])])
+        return {
+            "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path, "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_LOOPBACK_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }  # fmt: skip
+
+    async def ask(self, request: GenerateRequest) -> GenerateOutput:
+        p = request.params
+        body: dict[str, Any] = {
+            "model": self.model_name, "prompt": request.prompt_ids, "return_token_ids": True,
+            "return_tokens_as_token_ids": True, "max_tokens": self.max_tokens(request), "min_tokens": p.min_tokens,
+            # All of them: what is left out is taken from the model's generation_config.json.
+            "temperature": 0.0 if is_greedy(p) else p.temperature, "top_p": p.top_p, "top_k": max(p.top_k, 0),
+            "min_p": p.min_p, "repetition_penalty": p.repetition_penalty, "presence_penalty": p.presence_penalty,
+            "frequency_penalty": p.frequency_penalty, "seed": request.seed, "stop": p.stops,
+            "stop_token_ids": self.eos_ids + p.stop_token_ids, "include_stop_str_in_output": True,
+            "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        }  # fmt: skip
+        if p.return_logprob:
+            body["logprobs"] = 0
+        answer = await self.server.post("/v1/completions", body, timeout=self.config.rollout_timeout)
+        choice = answer["choices"][0]
+        ids = choice["token_ids"] or []
+        logprobs = choice["logprobs"]["token_logprobs"] if p.return_logprob and ids else []
+        reason = _REASONS.get(choice["finish_reason"], "error")
+        error = f"vllm: finish_reason {choice['finish_reason']!r}" if reason == "error" else None
+        stage = "raw" if is_greedy(p) else "sampled"
+        output = GenerateOutput(request.request_id, ids, logprobs, [], reason, stage, error)
+        return checked(output, self.server.name) if p.return_logprob else output
+
+    async def abort_all(self) -> None:
+        await self.server.post("/abort_requests", {}, timeout=CALL_S)
+
+    async def load(self, folder: Path, version: int) -> None:
+        if self.config.skip_load_weights:  # its loader of dummy weights cannot read any
+            await self._on_workers("update_config", overrides={"load_config": {"load_format": "auto"}})
+        await self._on_workers("take_weights_of", folder=str(folder))
+        await self.forget_prefixes()
+
+    async def _on_workers(self, method: str, **kwargs: Any) -> None:
+        await self.server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
+
+    async def forget_prefixes(self) -> None:
+        answer = await self.server.post("/reset_prefix_cache", timeout=CALL_S)
+        if not answer["success"]:
+            raise ServerError(f"{self.server.name} keeps its prefix cache: requests are still running.")
