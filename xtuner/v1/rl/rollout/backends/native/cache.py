@@ -42,6 +42,8 @@ class Cache(ABC):
     def __init__(self, row_bytes: int, max_slots: int, max_length: int) -> None:
         """row_bytes: keys and values of one token; max_length: tokens of the longest sequence."""
         self.row_bytes, self.max_slots, self.max_length = row_bytes, max_slots, max_length
+        self.hits = 0
+        """Tokens of prompts that were found in it."""
 
     # ---- memory ----
 

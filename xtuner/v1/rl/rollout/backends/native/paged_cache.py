@@ -65,8 +65,6 @@ class PagedCache(Cache):
         """Pages in the budget; slots in use: [0, running)."""
         self.changed = self.recomposed = True
         """Whether tables have changed, and whether slots hold other sequences, since a reader set these to False."""
-        self.hits = 0
-        """Tokens of prompts that were found in the cache since the start."""
         self._pool: Tensor | None = None
         self._memory: StableMemory | None = None
         self._renew_pages(0)
