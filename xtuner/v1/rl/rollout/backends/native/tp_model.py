@@ -5,16 +5,68 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from xtuner.v1.engine.placement import local_part
 from xtuner.v1.engine.tensor_parallel import cut_layers
 from xtuner.v1.model.config import DenseModelConfig
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.ops.attention import AttentionContext
 
-# The older name is deprecated where there is a newer one.
+# The older names are deprecated where there are newer ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _CutLinear(nn.Linear):
+    """A layer that a DTensor plan has cut, without DTensor's work on the host in every forward."""
+
+    mesh: DeviceMesh
+    _parts: tuple[Tensor, Tensor | None] | None = None
+
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """What this rank holds of weight and bias; their memory is the same from the first forward on."""
+        if self._parts is None:
+            with torch.inference_mode(False):
+                weight, bias = (None if p is None else local_part(p.detach()) for p in (self.weight, self.bias))
+            self._parts = weight, bias
+        return self._parts
+
+
+class _ColumnLinear(_CutLinear):
+    """From this rank's rows [T / ranks, I] to this rank's outputs of all rows, [T, O / ranks]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(_gathered(x, self.mesh), *self.parts())
+
+
+class _RowLinear(_CutLinear):
+    """From this rank's inputs of all rows [T, I / ranks] to all outputs of this rank's rows, [T / ranks, O]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.parts()
+        parts = F.linear(x, weight)
+        mine = parts.new_empty(parts.shape[0] // self.mesh.size(), parts.shape[1])
+        _reduce_scatter(mine, parts, group=self.mesh.get_group())
+        return mine if bias is None else mine + bias
+
+
+def _gathered(rows: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The rows of all ranks."""
+    whole = rows.new_empty(mesh.size() * rows.shape[0], *rows.shape[1:])
+    _all_gather(whole, rows.contiguous(), group=mesh.get_group())
+    return whole
+
+
+def _exchange_plainly(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a cut layer exchange rows by itself, where DTensor's hooks did."""
+    kinds = {"qkv_proj": _ColumnLinear, "gate_up_proj": _ColumnLinear, "o_proj": _RowLinear, "down_proj": _RowLinear}
+    for name, module in layer.named_modules():
+        if (kind := kinds.get(name.rpartition(".")[2])) is not None:
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+            module.__class__, module.mesh = kind, mesh
 
 
 class CutDecoder(DecoderModel):
@@ -28,6 +80,8 @@ class CutDecoder(DecoderModel):
         """To be made on the meta device. mesh: the ranks, in one dimension."""
         super().__init__(config, dtype)
         cut_layers(self, mesh)
+        for layer in self.layers:
+            _exchange_plainly(layer, mesh)
         self._mesh, self._rank, self._ranks = mesh, mesh.get_local_rank(), mesh.size()
 
     def hidden_states(
@@ -59,10 +113,7 @@ class CutDecoder(DecoderModel):
         """function(rows), every rank computing a part [N / ranks, ...] of the rows."""
         count = rows.shape[0]
         padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -count % self._ranks))
-        mine = function(padded.chunk(self._ranks)[self._rank]).contiguous()
-        whole = mine.new_empty(padded.shape[0], *mine.shape[1:])
-        _all_gather(whole, mine, group=self._mesh.get_group())
-        return whole[:count]
+        return _gathered(function(padded.chunk(self._ranks)[self._rank]), self._mesh)[:count]
 
 
 class _Trimmed:
