@@ -16,8 +16,8 @@ SAMPLING_FIELDS = [
 ]  # fmt: skip
 """Columns of the slot table that the sampler reads. `min_length`: prompt length + min_tokens; `shaped`: truncated,
 penalised or with alternatives; `special`: anything but plain sampling at temperature 1."""
-_FEW = 1024
-"""Tokens that nearly always hold all that a truncation leaves."""
+_FEW = 256
+"""Tokens that mostly hold all that a truncation leaves."""
 
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _LARGEST = np.float32(1 - 2.0**-24)
@@ -147,37 +147,34 @@ def _penalise(logits: Tensor, p: Penalties) -> Tensor:
     return logits.index_copy(0, p.rows, part)
 
 
-def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of float32 [n, V] and their ids, falling; of equal ones the lower id first."""
-    bits = (x + 0.0).view(torch.int32)  # no -0
-    # As integers with the order of the floats, above the ids with theirs: no two are equal.
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
-    ids = (order + torch.arange(x.shape[1] - 1, -1, -1)).topk(k).indices
-    return x.gather(1, ids), ids
-
-
 def _truncate(scaled: Tensor, t: Truncation) -> Tensor:
     """-inf outside the top-k tokens, of these outside the smallest set that reaches top-p, of these outside min-p."""
     part, vocab = scaled[t.rows], scaled.shape[1]
-    look_at = min(vocab, max(_FEW, int(t.top_k.masked_fill(t.top_k >= vocab, 0).max())))
-    kept, may_keep_more = _keep(part, t.top_k, t.top_p, t.log_min_p, look_at)
-    if (more := may_keep_more.nonzero()[:, 0]).numel():
-        kept[more], _ = _keep(part[more], t.top_k[more], t.top_p[more], t.log_min_p[more], vocab)
-    return scaled.index_copy(0, t.rows, part.masked_fill_(~kept, -torch.inf))
-
-
-def _keep(part: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, look_at: int) -> tuple[Tensor, Tensor]:
-    """Which of the scores [n, V] a truncation keeps among the `look_at` largest, bool [n, V], and in which rows [n]
-    it may keep more than those."""
-    values, ids = _largest(part, look_at)
-    peak, ranks = values[:, :1], torch.arange(look_at)
-    weights = (values - peak).exp().masked_fill_(ranks >= top_k, 0)
-    total = weights.sum(-1, keepdim=True)
-    if look_at < part.shape[1]:
-        total = torch.where(top_k > look_at, (part - peak).exp().sum(-1, keepdim=True), total)
-    before = weights.cumsum(-1) - weights
-    kept = (ranks < top_k) & ((before < top_p * total) | (ranks == 0)) & (values >= peak + log_min_p)
-    return torch.zeros_like(part, dtype=torch.bool).scatter_(1, ids, kept), kept[:, -1] & (top_k[:, 0] > look_at)
+    peak = part.amax(-1, keepdim=True)
+    total = torch.full_like(peak, torch.inf)
+    if (t.top_p < 1).any():
+        total = (part - peak).exp().sum(-1, keepdim=True)
+    cut, number = torch.empty_like(peak), torch.ones_like(peak, dtype=torch.int64)
+    rows, look_at = torch.arange(len(part)), min(vocab, _FEW)
+    while rows.numel():
+        # How many of the largest are kept; who may keep more than these is looked at again.
+        values, top_k = part[rows].topk(look_at).values, t.top_k[rows]
+        ranks, weights = torch.arange(look_at), (values - peak[rows]).exp()
+        weights.masked_fill_(ranks >= top_k, 0)
+        whole = torch.where(top_k < vocab, weights.sum(-1, keepdim=True), total[rows])
+        before = weights.cumsum(-1) - weights
+        kept = (ranks < top_k) & ((before < t.top_p[rows] * whole) | (ranks == 0))
+        kept &= values >= peak[rows] + t.log_min_p[rows]
+        number[rows] = kept.sum(-1, keepdim=True).clamp_(min=1)
+        cut[rows] = values.gather(1, number[rows] - 1)
+        again = (top_k[:, 0] > look_at) & (kept[:, -1] | (top_k[:, 0] < vocab))
+        rows, look_at = rows[again], min(vocab, 16 * look_at)
+    mask = part >= cut
+    if (tied := (mask.sum(-1, keepdim=True) > number).nonzero()[:, 0]).numel():
+        above = part[tied] > cut[tied]
+        ties = mask[tied] & ~above
+        mask[tied] = above | (ties & (ties.cumsum(-1) <= number[tied] - above.sum(-1, keepdim=True)))
+    return scaled.index_copy(0, t.rows, part.masked_fill_(~mask, -torch.inf))
 
 
 def _forbid(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
@@ -238,3 +235,13 @@ def _most_likely(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     there = (torch.arange(count) < wanted[rows, None]) & (values > 0)
     ids[rows], logprobs[rows] = found.masked_fill_(~there, -1), values.log_()
     return ids, logprobs
+
+
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of [n, V] and their ids, falling; of equal ones the lower id first."""
+    values, ids = x.topk(k)
+    ids = ids.sort(-1).values
+    ids = ids.gather(1, x.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
+    if (tied := ((x >= values[:, -1:]).sum(-1) > k).nonzero()[:, 0]).numel():
+        ids[tied] = x[tied].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return x.gather(1, ids), ids
