@@ -29,6 +29,13 @@ SHAPES = {
     "qwen3-30b-a3b": _QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
                                    "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
                                    "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "num_hidden_layers": 30,
+        "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "dtype": "bfloat16",
+    },
     # Layers half as wide as those of 30B-A3B, and a third of them: 2.8 B parameters, 0.56 B of them used by a token.
     "moe-small": _QWEN3_MOE | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16,
                                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 384},

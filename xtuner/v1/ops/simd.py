@@ -86,6 +86,29 @@ def load_bfloat16(typing_context: Any, array: Any, start: Any, count: Any) -> An
     return vector(array, types.int64, types.int64), generate
 
 
+@intrinsic
+def bfloat16_bits(typing_context: Any, number: Any) -> Any:
+    """A bfloat16 number, given as float32, as int16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return builder.trunc(builder.lshr(builder.bitcast(values[0], _INT), _INT(16)), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+@intrinsic
+def store_bfloat16(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
+    """Write LANES bfloat16 numbers, given as float32, to an int16 array."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, array, *values[:2]), _SHORTS.as_pointer())
+        bits = builder.lshr(builder.bitcast(values[2], _INTS), _constant(_INTS, 16))
+        builder.store(builder.trunc(bits, _SHORTS), place, align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, vector), generate
+
+
 def emit_widened(builder: ir.IRBuilder, shorts: Any) -> Any:
     """float32 numbers from the bits of bfloat16 ones."""
     return builder.bitcast(builder.shl(builder.zext(shorts, _INTS), _constant(_INTS, 16)), _VECTOR)

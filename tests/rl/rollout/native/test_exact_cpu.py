@@ -156,7 +156,7 @@ def test_company_arrival_threads_and_memory_change_no_bit(folder, dtype, monkeyp
     assert generate(folder, dtype, asked) == expected, "threads that share the work"
     torch.set_num_threads(threads)
     # Room for about three of the longest: sequences wait, lose their cache and go on.
-    token = 2 * 2 * 2 * FAMILIES[folder.name]["head_dim"] * 4
+    token = 2 * 2 * 2 * FAMILIES[folder.name]["head_dim"] * dtype.itemsize
     assert generate(folder, dtype, asked, cpu_cache_bytes=400 * token) == expected
     assert generate(folder, dtype, asked, max_prefill_rows=16) == expected
 

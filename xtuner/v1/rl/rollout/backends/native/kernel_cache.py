@@ -31,7 +31,10 @@ class KernelCache(Cache):
 
     def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
         a, layers = model.config.attention, model.config.num_hidden_layers
-        super().__init__(2 * layers * a.num_key_value_heads * a.head_dim * 4, max_slots, max_length)
+        # Bits of bfloat16 are int16 to NumPy.
+        self._dtype = torch.int16 if model.head_weight().dtype == torch.bfloat16 else torch.float32
+        numbers = 2 * layers * a.num_key_value_heads * a.head_dim
+        super().__init__(numbers * self._dtype.itemsize, max_slots, max_length)
         self._model, self._shape = model, (layers, a.num_key_value_heads, a.head_dim)
         self.max_rows = 0
         self.free()
@@ -105,5 +108,6 @@ class KernelCache(Cache):
         angles = self._model.rotary(torch.arange(length))
         cos, sin = (t.reshape(length, dim // 2).numpy() for t in (angles.cos, angles.sin))
         # From torch, whose memory begins where vectors should.
-        keys = torch.zeros(rows, layers, heads, length // LANES, dim, LANES).numpy()
-        return kernels.Cache(keys, torch.zeros(rows, layers, heads, length, dim).numpy(), cos, sin)
+        keys = torch.zeros(rows, layers, heads, length // LANES, dim, LANES, dtype=self._dtype)
+        values = torch.zeros(rows, layers, heads, length, dim, dtype=self._dtype)
+        return kernels.Cache(keys.numpy(), values.numpy(), cos, sin)

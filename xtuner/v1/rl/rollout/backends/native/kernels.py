@@ -29,6 +29,7 @@ from xtuner.v1.ops.jit import kernel, part, scalar
 from xtuner.v1.ops.jit_gemm import matmul
 from xtuner.v1.ops.simd import (
     LANES,
+    bfloat16_bits,
     exp_lanes,
     first,
     fma,
@@ -39,6 +40,7 @@ from xtuner.v1.ops.simd import (
     load_one,
     splat,
     store,
+    store_bfloat16,
     total,
 )  # fmt: skip
 from xtuner.v1.ops.threads import run_blocks
@@ -48,7 +50,7 @@ from .scheduler import LENGTH, NOT_FINITE, RUNNING, STOP
 
 _uniform = scalar(uniform)
 # Constants of Numpy: for each one of Python, Numba would compile the function that gets it once more.
-_YES, _NO, _FIRST = np.bool_(True), np.bool_(False), np.int64(0)
+_YES, _NO, _FIRST, _LANES = np.bool_(True), np.bool_(False), np.int64(0), np.int64(LANES)
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
@@ -91,7 +93,8 @@ class Weights(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of R sequences with room for L tokens each, and the angles of L positions."""
+    """Keys and values of R sequences with room for L tokens each, and the angles of L positions. With half weights keys
+    and values are int16, the bits of bfloat16."""
 
     keys: np.ndarray
     """[R, N, Hkv, L / LANES, D, LANES]: the scores of LANES tokens are one vector."""
@@ -219,11 +222,17 @@ def _store(share, shares, count, layer, m, w, cache, half, r):
             )  # fmt: skip
             if half:
                 round_row(r.qkv, key, dim)
-            for d in range(dim):
-                cache.keys[place, layer, head, panel, d, lane] = r.qkv[i, column + d]
             row = ((place * layers + layer) * m.kv_heads + head) * length + position
-            for d in range(0, dim, LANES):
-                store(cache.values, row * dim + d, load(r.qkv, value + d))
+            if half:
+                for d in range(dim):
+                    cache.keys[place, layer, head, panel, d, lane] = bfloat16_bits(r.qkv[i, column + d])
+                for d in range(0, dim, LANES):
+                    store_bfloat16(cache.values, row * dim + d, load(r.qkv, value + d))
+            else:
+                for d in range(dim):
+                    cache.keys[place, layer, head, panel, d, lane] = r.qkv[i, column + d]
+                for d in range(0, dim, LANES):
+                    store(cache.values, row * dim + d, load(r.qkv, value + d))
 
 
 @part
@@ -243,6 +252,11 @@ def _attend(share, shares, count, layer, m, cache, half, r):
 
 
 @part
+def _cached(array, at):
+    return load_bfloat16(array, at, _LANES) if array.itemsize == 2 else load(array, at)
+
+
+@part
 def _score(query, q_at, keys, at, dim, whole, scores, out):
     """Of whole vectors of keys. A sum waits for its last addition, so four go side by side."""
     step, p = dim * LANES, 0
@@ -250,10 +264,10 @@ def _score(query, q_at, keys, at, dim, whole, scores, out):
         s0 = s1 = s2 = s3 = splat(_ZERO)
         for d in range(dim):
             q, key = load_one(query, q_at + d), at + p * dim + d * LANES
-            s0 = fma(q, load(keys, key), s0)
-            s1 = fma(q, load(keys, key + step), s1)
-            s2 = fma(q, load(keys, key + 2 * step), s2)
-            s3 = fma(q, load(keys, key + 3 * step), s3)
+            s0 = fma(q, _cached(keys, key), s0)
+            s1 = fma(q, _cached(keys, key + step), s1)
+            s2 = fma(q, _cached(keys, key + 2 * step), s2)
+            s3 = fma(q, _cached(keys, key + 3 * step), s3)
         store(scores, out + p, s0)
         store(scores, out + p + LANES, s1)
         store(scores, out + p + 2 * LANES, s2)
@@ -262,7 +276,7 @@ def _score(query, q_at, keys, at, dim, whole, scores, out):
     while p < whole:
         s0 = splat(_ZERO)
         for d in range(dim):
-            s0 = fma(load_one(query, q_at + d), load(keys, at + p * dim + d * LANES), s0)
+            s0 = fma(load_one(query, q_at + d), _cached(keys, at + p * dim + d * LANES), s0)
         store(scores, out + p, s0)
         p += LANES
 
@@ -291,16 +305,16 @@ def _gather(weights, at, seen, values, v_at, dim, half, out, out_at):
             for p in range(seen):
                 weight, value = load_one(weights, at + p), v_at + p * dim + d
                 sums = sums + weight
-                v0 = fma(weight, load(values, value), v0)
-                v1 = fma(weight, load(values, value + LANES), v1)
-                v2 = fma(weight, load(values, value + 2 * LANES), v2)
-                v3 = fma(weight, load(values, value + 3 * LANES), v3)
+                v0 = fma(weight, _cached(values, value), v0)
+                v1 = fma(weight, _cached(values, value + LANES), v1)
+                v2 = fma(weight, _cached(values, value + 2 * LANES), v2)
+                v3 = fma(weight, _cached(values, value + 3 * LANES), v3)
         else:
             for p in range(seen):
                 weight, value = load_one(weights, at + p), v_at + p * dim + d
                 sums = sums + weight
-                v0 = fma(weight, load(values, value), v0)
-                v1 = fma(weight, load(values, value + LANES), v1)
+                v0 = fma(weight, _cached(values, value), v0)
+                v1 = fma(weight, _cached(values, value + LANES), v1)
         share = splat(_ONE) / sums
         store(out, out_at + d, v0 * share)
         store(out, out_at + d + LANES, v1 * share)
@@ -447,7 +461,7 @@ def _decode_block(
 
 @part
 def _drawn_elsewhere(row):
-    return row.shaped
+    return row.truncated or row.penalised
 
 
 @part
