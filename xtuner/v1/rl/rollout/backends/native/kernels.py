@@ -461,7 +461,7 @@ def _decode_block(
 
 @part
 def _drawn_elsewhere(row):
-    return row.truncated or row.penalised
+    return row.shaped
 
 
 @part
