@@ -88,7 +88,7 @@ def test_alternatives_end_where_the_response_ends(engine):
     first = free.token_ids.index(stop)
     stopped, sampled = run(
         engine, request(1, max_tokens=20, temperature=0, top_logprobs=5, stop_token_ids=[stop]),
-        request(2, max_tokens=3, top_logprobs=2),
+        request(2, max_tokens=3, min_tokens=3, top_logprobs=2),
     )  # fmt: skip
     assert stopped.token_ids == free.token_ids[: first + 1] and len(stopped.top_logprobs) == first + 1
     for few, many in zip(stopped.top_logprobs, free.top_logprobs, strict=False):
