@@ -35,7 +35,8 @@ def check_exact(cfg: "RLColocateTrainerConfig") -> list[str]:
         "rollout_config.tensor_parallel_size": rollout.tensor_parallel_size,
     }  # fmt: skip
     problems += [
-        f"{where}: {name}={size} cuts the sums of matrix products over ranks, which rounds them otherwise; set 1, or {way_out}."
+        f"{where}: {name}={size} cuts the sums of matrix products over ranks, which rounds them otherwise; set 1, or "
+        f"{way_out}."
         for name, size in cuts.items()
         if size > 1
     ]
