@@ -4,6 +4,10 @@ Plain rows read each logit once. Rows with a `Shaping` are written back as the s
 again by the kernels of `truncation_kernels` and `alternative_kernels`.
 """
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +20,7 @@ from .truncation_kernels import RUN, find_cuts, kept, kept_totals
 _LOW = tl.constexpr(-1.0e30)  # below every logit, and finite: a difference of two of them is no NaN
 _BLOCK = 4096
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
+_NO_SHAPING: Any = SimpleNamespace(**dict.fromkeys(Shaping.__slots__))
 
 
 def draw_tokens(
@@ -46,27 +51,25 @@ def draw_tokens(
     best = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     logprobs = logits.new_empty(batch)
-    s = shaping
-    run_peaks = None if s is None else logits.new_empty(batch, chunks * (_BLOCK // RUN))
-    common = {"BLOCK": _BLOCK, "IDS": forbidden.shape[1], "SHAPED": s is not None}
-    common["COUNTS"] = s is not None and s.counts is not None
+    s = shaping or _NO_SHAPING
+    run_peaks = logits.new_empty(batch, chunks * (_BLOCK // RUN)) if shaping else None
+    common = {"BLOCK": _BLOCK, "IDS": forbidden.shape[1], "SHAPED": bool(shaping), "COUNTS": s.counts is not None}
     _summarise[(batch, chunks)](
-        logits, inv_temperature, greedy, forbidden, forbid, s and s.penalised, s and s.repetition, s and s.presence,
-        s and s.frequency, s and s.counts, s and s.truncated, peaks, totals, raw, best, run_peaks, vocab,
-        RUN=RUN, num_warps=8, **common,
+        logits, inv_temperature, greedy, forbidden, forbid, s.penalised, s.repetition, s.presence, s.frequency,
+        s.counts, s.truncated, peaks, totals, raw, best, run_peaks, vocab, RUN=RUN, num_warps=8, **common,
     )  # fmt: skip
-    cuts = lasts = None
-    if s is not None and run_peaks is not None:
-        truncated = s.truncated & ~greedy
-        cuts, lasts = find_cuts(logits, truncated, s.top_k, s.top_p, s.log_min_p, peaks, totals, run_peaks)
-        kept_totals(logits, truncated, cuts, lasts, peaks, totals, run_peaks, _BLOCK)
-    _choose[(batch,)](
-        logits, uniform, inv_temperature, greedy, forbidden, forbid, s and s.penalised, s and s.living,
-        s and s.counts, cuts, lasts, peaks, totals, raw, best, tokens, logprobs, vocab,
+    choose = partial(
+        _choose[(batch,)], logits, uniform, inv_temperature, greedy, forbidden, forbid, s.penalised, s.living, s.counts,
+        peaks, totals, raw, best, tokens, logprobs, vocab,
         CHUNKS=chunks, TILE=triton.next_power_of_2(chunks), num_warps=8, **common,
     )  # fmt: skip
-    if s is None or cuts is None or lasts is None:
+    if shaping is None or run_peaks is None:
+        choose(cuts=None, lasts=None)
         return Drawn(tokens, logprobs)
+    truncated = s.truncated & ~greedy
+    cuts, lasts = find_cuts(logits, truncated, s.top_k, s.top_p, s.log_min_p, peaks, totals, run_peaks)
+    kept_totals(logits, truncated, cuts, lasts, peaks, totals, run_peaks, _BLOCK)
+    choose(cuts=cuts, lasts=lasts)
     return Drawn(tokens, logprobs, *largest_tokens(logits, tokens, logprobs, s.alternatives, cuts, lasts))
 
 
@@ -163,8 +166,8 @@ def _summarise(
 
 @triton.jit
 def _choose(
-    logits, uniform, inv_temperature, greedy, forbidden, forbid, penalised, living, counts, cuts, lasts,
-    peaks, totals, raw, best, tokens, logprobs, vocab,
+    logits, uniform, inv_temperature, greedy, forbidden, forbid, penalised, living, counts,
+    peaks, totals, raw, best, tokens, logprobs, vocab, cuts, lasts,
     BLOCK: tl.constexpr, IDS: tl.constexpr, SHAPED: tl.constexpr, COUNTS: tl.constexpr, CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
