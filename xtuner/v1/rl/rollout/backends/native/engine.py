@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class NativeEngine:
         self._preemptions = 0
         self._scheduler = Scheduler(max_batch_size)
         self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
+        self._drawn: Callable[[], list[Done]] | None = None
+        """Waits for what the last step draws."""
         self._driver: asyncio.Task[None] | None = None
         self._tokenizer: Any = None
         self._obstacle: dict[str, str] = {"start": "the engine was not started."}
@@ -251,23 +253,45 @@ class NativeEngine:
             try:
                 self.step()
             except Exception as error:
-                get_logger().exception("native engine: a step failed; all requests in flight end with it")
-                self._obstacle["failure"] = (
-                    f"a step with the weights of version {self.version} failed with {type(error).__name__}: {error}"
-                )
-                self._end_all("error", self._obstacle["failure"])
-                self._cache.forget()
+                self._fail(error)
             await asyncio.sleep(0)
+
+    def _fail(self, error: Exception) -> None:
+        """All requests in flight end with a failed step."""
+        get_logger().error("native engine: a step failed; all requests in flight end with it", exc_info=error)
+        self._obstacle["failure"] = (
+            f"a step with the weights of version {self.version} failed with {type(error).__name__}: {error}"
+        )
+        self._end_all("error", self._obstacle["failure"])
+        self._cache.forget()
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Up to `max_prefill_rows` tokens of prompts, then one or more tokens for every running sequence."""
+        """Up to `max_prefill_rows` tokens of prompts, then one or more tokens for every running sequence, which the
+        device draws while the callers work: the next step takes them in."""
+        self._take_in()
         scheduler = self._scheduler
         first = len(scheduler.running)
         if prompts := scheduler.admit(self._cache, self._max_prefill_rows):
             self._end(self._runner.prefill(scheduler, prompts, first))
         if scheduler.running:
-            self._end(self._runner.decode(scheduler, self._reserve_for_decode()))
+            self._drawn = self._runner.begin_decode(scheduler, self._reserve_for_decode())
+        if self.num_ranks > 1:  # whose waits have deadlines inside a step only
+            self._take_in()
+
+    @torch.inference_mode()
+    def _take_in(self) -> None:
+        """What the last step drew."""
+        if self._drawn is not None:
+            drawn, self._drawn = self._drawn, None
+            self._end(drawn())
+
+    def _settle(self) -> None:
+        """Nothing is drawn any more."""
+        try:
+            self._take_in()
+        except Exception as error:
+            self._fail(error)
 
     def _end(self, done: list[Done]) -> None:
         if done:
@@ -308,8 +332,8 @@ class NativeEngine:
             running[slot].routed_experts = found if known is None else np.concatenate((known, found[len(known) :]))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        future = self._futures.pop(sequence)
-        if future.done() or future.get_loop().is_closed():
+        future = self._futures.pop(sequence, None)
+        if future is None or future.done() or future.get_loop().is_closed():
             return
         request = sequence.request
         output = GenerateOutput(
@@ -321,6 +345,7 @@ class NativeEngine:
         future.set_result(output)
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        self._settle()
         scheduler = self._scheduler
         if scheduler.filling is not None:
             scheduler.put_back(self._cache)
@@ -333,8 +358,10 @@ class NativeEngine:
     def _forget(self, sequence: Sequence) -> None:
         """Its caller is gone."""
         self._futures.pop(sequence, None)
-        if not self._scheduler.remove(sequence, self._cache) and sequence in self._scheduler.running:
-            self._release([self._scheduler.running.index(sequence)])
+        if not self._scheduler.remove(sequence, self._cache):
+            self._settle()
+            if sequence in self._scheduler.running:
+                self._release([self._scheduler.running.index(sequence)])
 
     # ---- parts ----
 

@@ -1,6 +1,7 @@
 """Dense models on the CPU: whole forwards, and many steps at a time, by the kernels of `kernels.py`."""
 
 import time
+from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
@@ -114,6 +115,10 @@ class KernelRunner:
         )  # fmt: skip
         self.prefilled_rows += int(starts[-1])
         return []
+
+    def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
+        done = self.decode(scheduler, steps)
+        return lambda: done
 
     def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
         before, rows = scheduler.rows()["length"].copy(), scheduler.rows()

@@ -19,7 +19,7 @@ from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
 from .cache import Prompt
 from .draw_state import DrawState
 from .paged_cache import MEMBERS, PAGE, PagedCache, pages_of
-from .runner import draw, refuse_not_finite
+from .runner import Runner, draw, refuse_not_finite
 from .scheduler import Done, Scheduler
 
 MAX_STEPS = 8
@@ -122,8 +122,8 @@ class SlotState(DrawState):
         return True
 
 
-class PagedRunner:
-    """Keeps the protocol of `Runner`.
+class PagedRunner(Runner):
+    """Runs any model over pages, on any device.
 
     A step is captured once for each batch size of `batch_sizes`, with and without shared pages, and with and without
     what requests need beyond plain sampling. It draws its tokens and goes on by itself, so that several need no look
@@ -196,13 +196,13 @@ class PagedRunner:
         return PagedChunks(self.cache, rows, places, self.model.exact)
 
     @torch.inference_mode()
-    def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
+    def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
         batch = len(scheduler.running)
         self._bring_up_to_date(scheduler)
-        slots = np.arange(batch)
         if not self._on_cuda:
             self._stale = True
-            return draw(scheduler, slots, self._forward(batch, sharing=False), self.model.exact)
+            logits = self._forward(batch, sharing=False)
+            return lambda: draw(scheduler, np.arange(batch), logits, self.model.exact)
         shaped = bool(scheduler.rows()["shaped"].any())
         step, with_top = self._step(batch, shaped), bool(scheduler.rows()["alternatives"].any())
         for i in range(steps):
@@ -214,7 +214,14 @@ class PagedRunner:
             self._top_host[:steps].copy_(self._top_history[:steps], non_blocking=True)
         self._state.advance(batch, steps)
         self._history_host[:, :steps].copy_(self._history[:, :steps], non_blocking=True)
-        torch.cuda.current_stream(self.cache.device).synchronize()
+        drawn = torch.cuda.Event()
+        drawn.record(torch.cuda.current_stream(self.cache.device))
+        return partial(self._take_in, scheduler, steps, with_top, drawn)
+
+    def _take_in(self, scheduler: Scheduler, steps: int, with_top: bool, drawn: torch.cuda.Event) -> list[Done]:
+        drawn.synchronize()
+        batch = len(scheduler.running)
+        slots = np.arange(batch)
         tokens, bits = self._history_host[:, :steps, :batch].numpy()
         logprobs = bits.astype(np.int32).view(np.float32)
         refuse_not_finite(~np.isfinite(logprobs).all(0))

@@ -1,5 +1,6 @@
 """What runs a model over its cache, and how tokens are drawn from logits."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,10 @@ class Runner(Protocol):
 
     def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
         """Draw up to `steps` tokens for every sequence."""
+        return self.begin_decode(scheduler, steps)()
+
+    def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
+        """`decode` in two: what is returned waits for the device, and only then do the sequences change."""
 
     def weights_changed(self) -> None:
         """The parameters of the model have other content."""
