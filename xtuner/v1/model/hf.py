@@ -159,16 +159,22 @@ def load_hf_tensor(model: DecoderModel, name: str, tensor: Tensor | StoredTensor
 @torch.no_grad()
 def copy_rows(param: Tensor, tensor: Tensor | StoredTensor, start: int, order: RowOrder | None = None) -> None:
     """param[start : start + len(tensor)] = tensor; of a sharded parameter, the part that this rank holds."""
-    for local, (first, *rest) in local_pieces(param, order):
-        if local.is_meta:
+    for target, (rows, *rest) in places_of_rows(param, start, tensor.shape[0], order):
+        if target.is_meta:
             raise RuntimeError("the model is on the meta device: allocate it first, model.to_empty(device=...).")
-        begin, end = max(start, first), min(start + tensor.shape[0], first + local.shape[0])
+        # Half the bytes travel, and the device casts faster, than if the copy did both.
+        target.copy_(tensor[rows][(slice(None), *rest)].to(target.device))
+
+
+def places_of_rows(
+    param: Tensor, start: int, count: int, order: RowOrder | None = None
+) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """What this rank holds of `count` rows of a parameter: views, and which part of the rows each is."""
+    for local, (first, *rest) in local_pieces(param, order):
+        begin, end = max(start, first), min(start + count, first + local.shape[0])
         if begin < end:
-            part = tensor[begin - start : end - start]
-            for dim, place in enumerate(rest, start=1):
-                part = part.narrow(dim, place, local.shape[dim])
-            # Half the bytes travel, and the device casts faster, than if the copy did both.
-            local[begin - first : end - first].copy_(part.to(local.device))
+            others = (slice(at, at + size) for at, size in zip(rest, local.shape[1:], strict=True))
+            yield local[begin - first : end - first], (slice(begin - start, end - start), *others)
 
 
 def checkpoint_dtype(path: str | Path) -> torch.dtype:

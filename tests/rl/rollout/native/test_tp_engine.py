@@ -17,6 +17,7 @@ from xtuner.v1.engine.placement import local_part
 from xtuner.v1.model import DenseModelConfig, MHAConfig
 from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
 from xtuner.v1.rl.rollout.backends.native import TensorParallelEngine
+from xtuner.v1.rl.weight_update import with_checksums
 
 FAMILIES = ("qwen3", "llama with biases")
 PLAIN = [request(i, prompt(i % 3, 5 + i % 3), temperature=0.0) for i in range(4)]
@@ -128,6 +129,10 @@ class Script:
         part = buckets(weights(self.folder / "other"))
         with pytest.raises(RuntimeError, match="missing"):
             await engine.update_weights(part[1:], 3)
+        wrong = buckets(weights(self.folder / "other"))
+        wrong[1].checksums = torch.zeros(len(wrong[1].tensors), dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="do not have the checksums of the trainer's"):
+            await engine.update_weights(wrong, 3)
         assert (await engine.generate(request(0))).error
         await engine.update_weights(part, 4)
         assert engine.version == 4
@@ -149,7 +154,7 @@ class Script:
             engine = self.engine(load_weights=False)
             await engine.start()
             with torch.no_grad():
-                await engine.update_weights(trainer.weight_buckets(20_000), 1)
+                await engine.update_weights(with_checksums(trainer.weight_buckets(20_000)), 1)
             await self.ask(f"trained {fsdp}", engine, *PLAIN)
             await engine.stop()
 

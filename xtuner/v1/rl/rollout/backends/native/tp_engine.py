@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
-from xtuner.v1.model.config import TransformerConfig
+from xtuner.v1.model.config import DenseModelConfig, TransformerConfig
 from xtuner.v1.model.splits import split_problems
 from xtuner.v1.utils import get_logger
 
@@ -360,7 +360,7 @@ class TensorParallelEngine(NativeEngine):
     def _build_model(self, config: TransformerConfig) -> CutDecoder:
         if problems := split_problems(config, self.num_ranks, sp_size=1, tp_name="tensor_parallel_size"):
             raise ValueError(" ".join(problems))
-        assert self._group is not None
+        assert isinstance(config, DenseModelConfig) and self._group is not None
         # DTensor takes meshes of equal names and ranks for one another, also when the group of one has ended.
         name = f"engine.{next(_MESHES)}"
         mesh = DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=(name,))

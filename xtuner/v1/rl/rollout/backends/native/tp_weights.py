@@ -1,5 +1,7 @@
 """Weights of a model that is cut over ranks: each copies its part of what every rank is given whole."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -7,14 +9,14 @@ from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.engine.placement import local_part
 from xtuner.v1.model.blocks import gather_whole
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.model.hf import load_hf_tensor
+from xtuner.v1.model.hf import places_of_rows
 from xtuner.v1.rl.weight_update.inventory import Inventory
 
-from .weights import WeightReceiver, rounded
+from .weights import PlainWeights, WeightReceiver
 
 
-class CutWeights:
-    """Gives up the memory of a cut model's parameters, in host memory, and takes it again."""
+class CutWeights(PlainWeights):
+    """Gives up the memory of a cut model's parameters, and takes it again, in place: they are views of DTensors."""
 
     def __init__(self, model: DecoderModel) -> None:
         self._storages = [local_part(param.detach()).untyped_storage() for param in model.parameters()]
@@ -34,15 +36,26 @@ class CutWeights:
 class CutReceiver(WeightReceiver):
     """Copies updates into a cut model; all its ranks get the same ones."""
 
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__(model)
+        self._places = {name: list(_places(model, name)) for name in model.hf_params}
+
     def _expected(self) -> Inventory:
         return _CutInventory(self._model)
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], bucket: WeightBucket) -> None:
-        model = self._model
-        for name, tensor in bucket.tensors.items():
-            if name in model.hf_params:
-                dtype = model.get_parameter(model.hf_params[name].param).dtype
-                load_hf_tensor(model, name, rounded(tensor, bucket.dtype, dtype))
+        parts = [
+            (target, tensor[index])
+            for name, tensor in bucket.tensors.items()
+            for target, index in self._places.get(name, ())
+        ]
+        super()._copy(parts, bucket)
+
+
+def _places(model: DecoderModel, name: str) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Views of what this rank holds of a weight, and which part of it each is."""
+    param, start, end, _ = model.hf_params[name]
+    return places_of_rows(model.get_parameter(param).detach(), start, end - start, model.row_orders.get(param))
 
 
 class _CutInventory(Inventory):
