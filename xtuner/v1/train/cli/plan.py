@@ -54,9 +54,11 @@ def _model(model_cfg: Any) -> str:
 
 def _engine(rollout: Any) -> str:
     try:
-        return rollout.resolve_backend()
+        backend = rollout.resolve_backend()
     except (ValueError, RuntimeError) as error:
         return str(error)
+    size = rollout.tensor_parallel_size
+    return backend if size == 1 else f"{backend}, one of every {size} workers"
 
 
 def _workers(cfg: Any) -> str:
