@@ -38,7 +38,7 @@ def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(columns, inner):
     x, weight, bias = _randn(5000, inner), _randn(columns, inner, seed=1), _randn(columns, seed=2)
     whole, logits = exact_linear(x, weight, bias), exact_head_logits(x, weight)
     want = x.double() @ weight.double().t()
-    assert _error(whole, want + bias.double()) < 4e-3 and _error(logits, want) < 1e-6
+    assert _error(whole, want + bias.double()) < 4e-3 and _error(logits, want) < 1e-5
     for first, count in ((0, 1), (4999, 1), (77, 3), (13, 64), (64, 100), (1000, 256), (3, 1000), (1, 4097)):
         rows = slice(first, first + count)
         assert torch.equal(exact_linear(x[rows], weight, bias), whole[rows]), (first, count)
