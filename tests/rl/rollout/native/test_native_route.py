@@ -71,7 +71,7 @@ def _serve(runner, prompts, max_rows, max_tokens=9):
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["numba", "torch"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.08)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_the_whole_sequence(family, dtype, tolerance, kernels, monkeypatch):
     """However prompts are cut, whatever is found in the cache, and whoever shares it."""
