@@ -145,6 +145,14 @@ def sampling(**fields):
             "train_worker_cfg.fsdp_cfg.hsdp_sharding_size=2 does not divide num_workers=3; use a divisor of 3 or None",
         ),
         (
+            {"num_workers": 3, "rollout": {"tensor_parallel_size": 2}},
+            "rollout_config.tensor_parallel_size=2 does not divide num_workers=3; use a multiple of 2 workers",
+        ),
+        (
+            {"num_workers": 4, "rollout": {"tensor_parallel_size": 4}},
+            "rollout_config.tensor_parallel_size=4 does not divide the model's num_key_value_heads=2; use one of 1, 2",
+        ),
+        (
             {"num_workers": 4, "worker": {"fsdp_cfg": FSDPConfig(hsdp_sharding_size=2), "sp_size": 4}},
             "hsdp_sharding_size=2 is no multiple of sp_size=4",
         ),
