@@ -142,16 +142,6 @@ def _attend(
     column = tl.arange(0, BLOCK)
     column_v = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, PAGE)
-    if STORE:
-        # This program alone reads the place of the new row: nobody else has to see it before the kernel's end.
-        if (begin < pages) & (end == pages):
-            page = tl.load(tables + row * table_stride + pages - 1).to(tl.int64)
-            place = head * PAGE + (length - 1) % PAGE
-            value = tl.load(k + row * k_row + head * k_head + column, mask=column < D, other=0.0)
-            tl.store(keys + page * key_page + place * D + column, value, mask=column < D)
-            value = tl.load(v + row * v_row + head * v_head + column_v, mask=column_v < DV, other=0.0)
-            tl.store(values + page * value_page + place * DV + column_v, value, mask=column_v < DV)
-        tl.debug_barrier()
     query_row = row * NUM_Q + head * GROUP + member
     query = tl.load(
         q + query_row[:, None] * D + column[None, :],
@@ -163,7 +153,7 @@ def _attend(
     for index in range(begin, end):
         page = tl.load(tables + row * table_stride + index).to(tl.int64)
         position = index * PAGE + offset
-        seen = position < length
+        seen = position < (length - 1 if STORE else length)
         if WINDOW > 0:
             seen = seen & (position >= length - WINDOW)
         key = tl.load(
@@ -182,6 +172,22 @@ def _attend(
         )  # fmt: skip
         result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         peak = new_peak
+    if STORE:
+        if (begin < pages) & (end == pages):
+            # The new row is not read from its page: nothing waits for the writing.
+            own_page = tl.load(tables + row * table_stride + pages - 1).to(tl.int64)
+            place = head * PAGE + (length - 1) % PAGE
+            new_key = tl.load(k + row * k_row + head * k_head + column, mask=column < D, other=0.0)
+            new_value = tl.load(v + row * v_row + head * v_head + column_v, mask=column_v < DV, other=0.0)
+            tl.store(keys + own_page * key_page + place * D + column, new_key, mask=column < D)
+            tl.store(values + own_page * value_page + place * DV + column_v, new_value, mask=column_v < DV)
+            score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+            new_peak = tl.maximum(peak, score)
+            shrink = tl.exp(peak - new_peak)
+            weight = tl.exp(score - new_peak)
+            total = total * shrink + weight
+            result = result * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+            peak = new_peak
     if SINKS:
         sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32)
         new_peak = tl.maximum(peak, sink)
