@@ -11,7 +11,7 @@ from xtuner.v1.data_proto.packed import SegmentLayout
 
 from .attention_tiles import query_tiles
 from .flash_attention import FlashAttention, _PackedFlash
-from .hopper_attention import HopperAttention, _Attention
+from .hopper_attention import HopperAttention, _aligned, _Attention
 
 if TYPE_CHECKING:
     from .paged_attention import PagedRows, SharedPages
@@ -57,11 +57,12 @@ class ExactPackedAttention:
         return FlashAttention(self._layout, self._device)
 
 
-class _OverHopper(_Attention):
+class _OverHopper(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: HopperAttention, scale: float, tiles: Tensor
     ) -> Tensor:
+        q, k, v = (_aligned(t) for t in (q, k, v))
         out, lse = _forward(q, k, v, scale, tiles)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.work, ctx.scale = work, scale
@@ -72,7 +73,7 @@ class _OverHopper(_Attention):
         return *_Attention.backward(ctx, grad), None
 
 
-class _OverFlash(_PackedFlash):
+class _OverFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: FlashAttention, scale: float, tiles: Tensor) -> Tensor:
         out, lse = _forward(q, k, v, scale, tiles)
