@@ -73,9 +73,9 @@ def _runner(model, prompts, threads=1, **params):
 def _logits(runner, scheduler):
     """Of every sequence's next token; the sequences stay where they are."""
     rows = scheduler.rows()
-    rows["penalised"] = True
-    _, logits = runner._decode(scheduler, rows["penalised"], 1)
-    rows["penalised"] = False
+    rows["shaped"] = True
+    _, logits = runner._decode(scheduler, rows["shaped"], 1)
+    rows["shaped"] = False
     return torch.from_numpy(logits)
 
 
@@ -120,15 +120,12 @@ def test_tokens_and_logprobs_are_the_samplers_for_the_same_logits(params):
     for _ in range(4):
         rows, slots = scheduler.rows(), np.arange(len(scheduler.running))
         logits = _logits(runner, scheduler)
-        batch = SamplingBatch.build(
-            rows, scheduler.tokens(), scheduler.stop_ids(), VOCAB, torch.device("cpu")
-        )  # fmt: skip
-        tokens, logprobs = sample(logits, batch)
+        drawn = sample(logits, SamplingBatch.build(rows, scheduler.tokens(), scheduler.stop_ids()))
         places = rows["length"].copy()
         runner.decode(scheduler, 1)
-        assert scheduler.tokens()[slots, places].tolist() == tokens.tolist()
+        assert scheduler.tokens()[slots, places].tolist() == drawn.tokens.tolist()
         torch.testing.assert_close(
-            torch.from_numpy(scheduler.logprobs()[slots, places]), logprobs, rtol=2e-6, atol=2e-6
+            torch.from_numpy(scheduler.logprobs()[slots, places]), drawn.logprobs, rtol=2e-6, atol=2e-6
         )
 
 
