@@ -31,12 +31,9 @@ _GIB = 1024**3
 _NOT_IN_NATIVE = {
     "data_parallel_size": "an engine has one batch",
     "expert_parallel_size": "every rank holds all experts",
-    "enable_chunked_prefill": "prompts are prefilled whole",
     "enable_float8": "it computes in `dtype`",
-    "enable_prefix_caching": "siblings share their prompt by themselves, nothing is kept across steps",
     "enable_proxy": "it opens no port",
     "api_key": "it opens no port",
-    "max_prefill_token_num": "prefill is bounded by the cache",
     "router_n_groups": "it serves dense models",
     "fp32_lm_head": "its head computes like the trainer's; logits are float32 always",
     "extra_rollout_config": "these options belong to other engines",
@@ -112,9 +109,10 @@ class RolloutConfig(XTunerConfig):
     expert_parallel_size: int = Field(1, ge=1)
     """Takes the place of `tensor_parallel_size` when above 1."""
     enable_chunked_prefill: bool = False
-    """Prefill long prompts in pieces."""
+    """Prefill long prompts in pieces beside the decode of others. The native engine always does, in pieces of
+    `max_prefill_token_num`."""
     chunked_prefill_size: int = Field(128, ge=1)
-    """Tokens of a piece."""
+    """Tokens of a piece; not for the native engine."""
     skip_load_weights: bool = False
     """Start with empty weights; the trainer pushes its own before the first request."""
     enable_return_routed_experts: bool = False
@@ -137,8 +135,8 @@ class RolloutConfig(XTunerConfig):
     """Kept for compatibility: `health_check_failure_threshold` decides when an engine is left out."""
     max_retry_per_sample: int = Field(1, ge=0)
     """Further attempts after a timeout, an engine's exception or an invalid answer."""
-    max_prefill_token_num: int | None = None
-    """Tokens of one prefill."""
+    max_prefill_token_num: int | None = Field(None, ge=1)
+    """Tokens of prompts in one step of the engine, over all prompts. None: 8192 in the native engine."""
     router_n_groups: int | None = None
     """Router groups of a MoE model."""
     fp32_lm_head: bool = False
@@ -147,7 +145,8 @@ class RolloutConfig(XTunerConfig):
     """Exact mode (native engine): the log-prob of a token has the same bits in any batch, and is the trainer's. The
     trainer sets it to its own `deterministic`."""
     enable_prefix_caching: bool = False
-    """Keep the keys and values of prompts."""
+    """Keep the keys and values of prompts and answers for later prompts that begin so. The native engine always does,
+    until weights change."""
     worker_log_dir: Path | None = None
     """Logs of server processes. None: the run's log folder."""
     health_check_interval_seconds: float = Field(30.0, gt=0)

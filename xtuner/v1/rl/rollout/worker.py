@@ -70,6 +70,7 @@ class RolloutWorker:
             gpu_memory_utilization=config.gpu_memory_utilization,
             cpu_cache_bytes=config.cpu_cache_bytes,
             load_weights=not config.skip_load_weights,
+            max_prefill_rows=config.max_prefill_token_num or 8192,
             return_routed_experts=config.enable_return_routed_experts,
             deterministic=config.deterministic,
         )
