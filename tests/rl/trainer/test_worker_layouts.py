@@ -70,7 +70,7 @@ def test_ranks_of_a_pack_equal_one(one, two_ranks, name):
             assert b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-5), key
         assert b["step_consumed_tokens"] == a["step_consumed_tokens"] / 2
     for a, b, c in zip(one["metrics"], first["metrics"], second["metrics"], strict=True):
-        for key in a.keys() - {"training_s"}:
+        for key in a.keys() - {"training_s", "compiled_programs"}:
             assert b[key] == pytest.approx(a[key], rel=1e-3, abs=2e-5) and b[key] == c[key], key
     assert first["logprobs"].keys() == one["logprobs"].keys() and not second["logprobs"]
     for key, values in one["logprobs"].items():
