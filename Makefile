@@ -1,5 +1,6 @@
 # make setup   an environment in .venv, once        make demo   a tiny model learns arithmetic, on any machine
 # make test    the tests                            make lint   ruff and mypy
+# make test-engines   tests with real vLLM and SGLang, in environments that are built once
 # make clean   remove .venv and caches              PYTHON=python3.12 chooses the interpreter (3.11 or newer)
 
 PYTHON ?= python3
@@ -8,16 +9,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup test lint demo clean
+.PHONY: help setup test test-engines lint demo clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 setup: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-engines: $(VENV)/.dev
+	XTUNER_TEST_ENGINES=all $(BIN)/python -m pytest tests/engines
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,7 +182,7 @@ def test_asleep_it_refuses_and_awake_it_wants_new_weights(engines, engine):
 
 def test_an_update_that_is_not_whole_is_refused_and_nothing_is_served_until_one_is(engines, engine):
     parts = buckets(engines.models[0])
-    with pytest.raises(WeightUpdateError, match="did not get every weight exactly once. 5 missing"):
+    with pytest.raises(WeightUpdateError, match=r"did not get every weight exactly once\. \d+ missing"):
         engines.run(engine.update_weights([parts[0], parts[2]], 13))
     (output,) = engines.generate(engine, request())
     assert "the last update of its weights is not complete" in (output.error or "")
@@ -227,6 +228,37 @@ def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines
     (output,) = engines.generate(engine, request(0, temperature=0))
     assert output.token_ids == greedy(folder, prompt(0), 12) and set(output.weight_versions) == {20}
     assert running(before) == set()
+
+
+@pytest.mark.parametrize("when", ["asleep", "before an update"])
+def test_killed_between_requests_it_comes_back_with_the_next_weights(engines, engine, when):
+    update(engines, engine, 1, 30)
+    if when == "asleep":
+        engines.run(engine.sleep())
+    for pid in descendants(engine.server.pid) - {engine.server.pid}:
+        os.kill(pid, signal.SIGKILL)
+    if when == "asleep":
+        assert engines.run(engine.health())
+        engines.run(engine.wake())
+    folder = update(engines, engine, 2, 31)
+    (output,) = engines.generate(engine, request(0, temperature=0))
+    assert output.token_ids == greedy(folder, prompt(0), 12) and set(output.weight_versions) == {31}
+
+
+def test_one_that_dies_again_and_again_is_given_up_with_its_last_lines(engines):
+    """The model's folder is gone: it cannot start again."""
+    broken = engines.models[0].parent / "broken"
+    shutil.copytree(engines.models[0], broken)
+    engine = engines.start(model_path=broken)
+    shutil.rmtree(broken)
+    for pid in descendants(engine.server.pid) - {engine.server.pid}:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ServerDied):
+        engines.generate(engine, request())
+    (output,) = engines.generate(engine, request())
+    assert "it died and could not be brought back" in (output.error or "") and "Last lines of" in (output.error or "")
+    assert not engines.run(engine.health())
+    engines.run(engine.stop())
 
 
 def test_stop_leaves_nothing(engines, engine):

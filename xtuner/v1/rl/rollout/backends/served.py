@@ -131,8 +131,8 @@ class ServedEngine(ABC):
         being brought back is healthy: requests wait for it."""
         if self._obstacle.keys() & {"start", "failure"}:
             return False
-        if self._coming_back():
-            return True
+        if self._coming_back() or self._obstacle.keys() & {"weights", "kv_cache"}:
+            return True  # if it died asleep, waking it brings it back: until then the device is the trainer's
         if not self.server.alive:
             return self._bring_back("its process is gone")
         if self._obstacle:
@@ -173,7 +173,12 @@ class ServedEngine(ABC):
         for name in _COMPANIONS:
             if (self.model_path / name).is_file():
                 (folder / name).symlink_to(self.model_path / name)
-        await self.load(folder, version)
+        try:
+            await self.load(folder, version)
+        except ServerDied as death:
+            self._bring_back(str(death))
+            await self._ensure_alive()
+            await self.load(folder, version)
         old, self._weights, self.version = self._weights, folder, version
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)

@@ -9,11 +9,7 @@ from .base import GenerateOutput, GenerateRequest, LogprobStage
 from .served import CALL_S, ServedEngine, checked, is_greedy
 from .server import ServerError
 
-# The key would be seen by everybody on the command line, and SGLang takes it from nowhere else.
-_LAUNCH = (
-    "import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('XTUNER_ENGINE_KEY')]; "
-    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-)
+_LAUNCH = Path(__file__).parent / "engine_side" / "xtuner_sglang.py"
 _ON_CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
@@ -35,7 +31,7 @@ class SGLangEngine(ServedEngine):
         chunk = c.chunked_prefill_size if c.enable_chunked_prefill else -1
         prefill = () if c.max_prefill_token_num is None else ("--max-prefill-tokens", str(c.max_prefill_token_num))
         return [
-            "-c", _LAUNCH, "--host", "127.0.0.1", "--port", str(port),
+            str(_LAUNCH), "--host", "127.0.0.1", "--port", str(port),
             "--model-path", str(self.model_path), "--tokenizer-path", str(self.tokenizer_path),
             "--served-model-name", self.model_name, "--load-format", "dummy" if c.skip_load_weights else "auto",
             "--weight-version", "0", "--dtype", self.dtype_name, "--context-length", str(self.context_length + _SLACK),

@@ -49,7 +49,9 @@ def main(owner: int, folder: str, command: list[str]) -> int:
         deadline = time.monotonic() + _GRACE_S
         while server.poll() is None and os.getppid() == owner and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+    why = "it was asked to" if asked else "its owner is gone" if os.getppid() != owner else "by itself"
     _kill_all(server)
+    print(f"supervisor: the server ended, {why}, with exit code {server.returncode}.", file=sys.stderr, flush=True)
     for path in shared:  # it has a name, and outlives all that use it
         try:
             os.unlink(path)

@@ -1,0 +1,170 @@
+"""The life of a server process, with a small program in the place of an engine: it has a child that ignores SIGTERM and
+has left its process group."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xtuner.v1.rl.rollout.backends.server import EngineServer, ServerDied, ServerError, ServerRefused, claim_port
+
+PROGRAM = r"""
+import http.server, json, os, signal, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"],
+    start_new_session=True,
+)
+if "fail" in sys.argv:
+    print("out of memory: buy more", flush=True)
+    sys.exit(3)
+if "hang" in sys.argv:
+    time.sleep(600)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        known = self.headers["Authorization"] == "Bearer " + os.environ["KEY"]
+        self.send_response(200 if known else 401)
+        self.end_headers()
+    def do_POST(self):
+        if self.path == "/die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.send_response(500 if self.path == "/error" else 200)
+        self.end_headers()
+        facts = {"child": child.pid, "pid": os.getpid(), "cwd": os.getcwd(), "tmp": os.environ["TMPDIR"]}
+        self.wfile.write(b"no such thing" if self.path == "/error" else json.dumps(facts).encode())
+    def log_message(self, *args):
+        pass
+print("serving with", os.environ["KEY"], flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def make(tmp_path: Path) -> EngineServer:
+    return EngineServer("the server", tmp_path / "logs" / "engine.log", first_port=27300, own_path="/mine")
+
+
+async def start(server: EngineServer, *words: str, timeout: float = 30) -> dict:
+    await server.start(
+        lambda port: [sys.executable, "-c", PROGRAM, str(port), *words], lambda key: os.environ | {"KEY": key}, timeout
+    )
+    return await server.post("/facts")
+
+
+def gone(*pids: int, within: float = 5) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(_running(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stop_leaves_neither_process_nor_folder(tmp_path):
+    server = make(tmp_path)
+
+    async def life():
+        facts = await start(server)
+        assert server.alive and await server.answers("/mine")
+        assert (facts["cwd"], facts["tmp"]) == (str(server.home), str(server.home / "tmp"))
+        assert server.home.stat().st_mode & 0o077 == 0
+        home = server.home
+        await server.stop()
+        return facts, home
+
+    facts, home = asyncio.run(life())
+    assert gone(facts["pid"], facts["child"]) and not home.exists() and not server.alive
+    log = (tmp_path / "logs" / "engine.log").read_text()
+    assert server.key in log and server.key not in server.last_lines()  # a program may print it; messages do not
+
+
+def test_a_server_that_dies_takes_its_processes_along_says_so_and_comes_back_in_the_same_folder(tmp_path):
+    server = make(tmp_path)
+
+    async def life():
+        first = await start(server)
+        kept = server.home / "weights"
+        kept.mkdir()
+        with pytest.raises(ServerDied, match=r"(?s)the server died \(exit code 137, SIGKILL\).*serving with \(key\)"):
+            await server.post("/die")
+        assert not server.alive
+        with pytest.raises(ServerDied, match="is not running"):
+            await server.post("/facts")
+        assert gone(first["pid"], first["child"])
+        second = await start(server)
+        assert kept.is_dir() and second["cwd"] == first["cwd"] and second["pid"] != first["pid"]
+        for pid in (second["pid"], second["child"]):
+            os.kill(pid, signal.SIGKILL)
+        third = await start(server)  # at once, while the supervisor is still at work
+        await asyncio.sleep(0.5)
+        assert kept.is_dir() and await server.answers("/mine")
+        await server.stop()
+        return second, third
+
+    second, third = asyncio.run(life())
+    assert gone(second["child"], third["pid"], third["child"])
+
+
+def test_errors_of_a_server_that_lives(tmp_path):
+    server = make(tmp_path)
+
+    async def life():
+        facts = await start(server)
+        with pytest.raises(ServerRefused, match="HTTP 500: no such thing") as info:
+            await server.post("/error")
+        assert info.value.status == 500
+        os.kill(facts["pid"], signal.SIGSTOP)
+        with pytest.raises(ServerError, match="no answer to /facts within 0.3 s"):
+            await server.post("/facts", timeout=0.3)
+        assert server.alive and await server.status("/mine", timeout=0.3) is None
+        await server.stop()  # it cannot hear SIGTERM
+        return facts
+
+    facts = asyncio.run(life())
+    assert gone(facts["pid"], facts["child"])
+
+
+def test_a_start_that_fails_or_takes_too_long_ends_with_the_last_lines(tmp_path):
+    server = make(tmp_path)
+    with pytest.raises(ServerDied, match=r"(?s)did not start \(exit code 3\).*engine.log:\n  out of memory: buy more"):
+        asyncio.run(start(server, "fail"))
+    with pytest.raises(TimeoutError, match=r"was not ready within 1 s. It wrote nothing into"):
+        asyncio.run(start(server, "hang", timeout=1))
+    assert not server.alive
+    asyncio.run(server.stop())
+
+
+def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
+    program = (
+        "import asyncio, sys, pathlib\nsys.path.insert(0, sys.argv[2])\nimport test_engine_server as t\n"
+        "async def main():\n    server = t.make(pathlib.Path(sys.argv[1]))\n    facts = await t.start(server)\n"
+        "    print(facts['pid'], facts['child'], server.pid, server.home, flush=True)\n    await asyncio.sleep(60)\n"
+        "asyncio.run(main())"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    *pids, home = driver.stdout.readline().split()
+    assert Path(home).is_dir()
+    driver.kill()
+    driver.wait()
+    assert gone(*map(int, pids))
+    assert not Path(home).exists()
+
+
+def test_two_that_look_for_a_port_at_once_find_two(tmp_path):
+    one = claim_port(27400)
+    two = claim_port(27400)  # nobody listens there yet
+    assert one.getsockname()[1] < two.getsockname()[1] < 27500
+    one.close()
+    two.close()
