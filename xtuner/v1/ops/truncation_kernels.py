@@ -115,10 +115,11 @@ def _find_cuts(
             k, p, count = tl.load(top_k + row), tl.load(top_p + row), vocab.to(tl.float32)
             ties = count
             all_ties = count
+            none = count * 0.0  # a loop cannot begin with a constant argument
             floor, ceiling = peak - _FLOOR, peak + (tl.abs(peak) + 1.0) * 1e-6
             border, size = _gather_best(
                 start, few, run_peaks + row * RUNS, best_runs + row * BEST, vocab, floor, peak,
-                RUNS, RUN_TILE, RUN, BEST, CAPACITY,
+                RUNS, RUN_TILE, RUN, BEST, 4 * BLOCK, CAPACITY,
             )  # fmt: skip
             all_there = (border <= floor) & (size <= CAPACITY)
             size = tl.where(size <= CAPACITY, size, 0)
@@ -129,7 +130,7 @@ def _find_cuts(
             if k < vocab:
                 if (size >= k) | all_there:
                     cut, ties, all_ties, count, mass = _settle(
-                        best, peak, border, ceiling, 0.0, 0.0, size, k.to(tl.float32), False, WAYS, CAPACITY
+                        best, peak, border, ceiling, none, none, size, k.to(tl.float32), False, WAYS, CAPACITY
                     )
                 else:
                     cut, ties, all_ties, count, mass = _search(
@@ -138,7 +139,7 @@ def _find_cuts(
             if p < 1.0:
                 if (best_mass >= p * mass) | all_there:
                     p_cut, p_ties, p_all, _, _ = _settle(
-                        best, peak, border, ceiling, 0.0, 0.0, size, p * mass, True, WAYS, CAPACITY
+                        best, peak, border, ceiling, none, none, size, p * mass, True, WAYS, CAPACITY
                     )
                 else:
                     # Scores whose weights would not add up to 1 - p if all were as heavy.
@@ -163,7 +164,7 @@ def _find_cuts(
 @triton.jit
 def _gather_best(
     start, few, run_peaks, best_runs, vocab, floor, peak, RUNS: tl.constexpr, RUN_TILE: tl.constexpr,
-    RUN: tl.constexpr, BEST: tl.constexpr, CAPACITY: tl.constexpr,
+    RUN: tl.constexpr, BEST: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Copy all scores that are not below some border above the floor, and return it and how many they are: more than
     CAPACITY if there is no such border."""
@@ -185,14 +186,16 @@ def _gather_best(
     if number <= BEST:
         tl.store(best_runs + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
         tl.debug_barrier()  # other threads of the program read what was written
-        spot = tl.arange(0, BEST * RUN)
-        there = spot // RUN < number
-        column = tl.load(best_runs + spot // RUN, mask=there, other=0) * RUN + spot % RUN
-        z = tl.load(start + column, mask=there & (column < vocab), other=_LOW)
-        inside = z >= border
-        place = tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(few + place, z, mask=inside & (place < CAPACITY))
-        size = tl.sum(inside.to(tl.int32), 0)
+        size = 0
+        for offset in range(0, number * RUN, BLOCK):
+            spot = offset + tl.arange(0, BLOCK)
+            there = spot < number * RUN
+            column = tl.load(best_runs + spot // RUN, mask=there, other=0) * RUN + spot % RUN
+            z = tl.load(start + column, mask=there & (column < vocab), other=_LOW)
+            inside = z >= border
+            place = size + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(few + place, z, mask=inside & (place < CAPACITY))
+            size += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()
     return border, size
 
@@ -289,8 +292,10 @@ def _narrow(edge, numbers, masses, high, n_high, m_high, target, BY_MASS: tl.con
     """The bracket between the last edge that reaches the target and the next one."""
     reach = (masses if BY_MASS else numbers) >= target
     index = tl.maximum(tl.sum(reach.to(tl.int32), 0) - 1, 0)
-    if index < WAYS - 1:
-        high, n_high, m_high = _at(edge, index + 1, WAYS), _at(numbers, index + 1, WAYS), _at(masses, index + 1, WAYS)
+    last, above = index == WAYS - 1, index + 1
+    high = tl.where(last, high, _at(edge, above, WAYS))
+    n_high = tl.where(last, n_high, _at(numbers, above, WAYS))
+    m_high = tl.where(last, m_high, _at(masses, above, WAYS))
     return _at(edge, index, WAYS), high, _at(numbers, index, WAYS), n_high, m_high
 
 
