@@ -1,7 +1,7 @@
 """Triton kernels that draw one token a row from float32 logits.
 
-Plain rows read each logit once. Rows with a `Shaping` are written back as the scores that are drawn from, and read
-again by the kernels of `truncation_kernels` and `alternative_kernels`.
+Without a `Shaping` each logit is read once. With one, what differs from the logits is written back, for the kernels of
+`truncation_kernels` and `alternative_kernels`.
 """
 
 from functools import partial
