@@ -26,6 +26,8 @@ class Prompt:
     """int32, the pages of each member, if the cache has pages. The rows go to the first's."""
     keys: list[bytes] = field(default_factory=list)
     """Of each full page, if the cache keeps prefixes."""
+    rooms: int = 0
+    """Members that have room, if the cache has no pages."""
 
     @property
     def complete(self) -> bool:
@@ -35,9 +37,6 @@ class Prompt:
 
 class Cache(ABC):
     """Keys and values of the running sequences, which occupy slots [0, B), and of prompts that are coming in."""
-
-    chunked: bool
-    """Whether a prompt may come in over several steps."""
 
     def __init__(self, row_bytes: int, max_slots: int, max_length: int) -> None:
         """row_bytes: keys and values of one token; max_length: tokens of the longest sequence."""

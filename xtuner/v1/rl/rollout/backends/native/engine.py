@@ -27,6 +27,10 @@ from .scheduler import Done, Scheduler, Sequence
 from .stable_weights import StableWeights
 from .weights import PlainWeights, WeightReceiver, lay_out_by_input
 
+_CPU_OPERATIONS, _LEAST_ROWS = 5e10, 256
+"""Multiplications and additions of one step with prompts on a CPU, about a second of a core, so that nobody waits long
+for it; and the least rows all the same."""
+
 
 class NativeEngine:
     """One replica. Everything happens on the caller's event loop; a step is not interrupted.
@@ -55,7 +59,8 @@ class NativeEngine:
 
         dtype None: bfloat16 on CUDA, float32 elsewhere. context_length None: the model's. The cache takes
         what `gpu_memory_utilization` of the card's memory leaves, on other devices at most `cpu_cache_bytes`.
-        load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a forward.
+        load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a step, fewer on
+        a CPU if they take long.
         cpu_kernels False: torch's operations also where kernels of our own are faster. deterministic: exact mode, see
         docs/rollout.md. return_routed_experts: keep the experts of every token, for requests that want them.
         """
@@ -117,6 +122,10 @@ class NativeEngine:
             self._runner.weights_changed()
         else:
             self._obstacle["update"] = "it has no weights yet: update_weights must come first."
+        self._prefill_rows = self._max_prefill_rows
+        if self.device.type == "cpu":
+            parameters = sum(p.numel() for p in self._model.parameters())
+            self._prefill_rows = min(self._prefill_rows, max(_LEAST_ROWS, int(_CPU_OPERATIONS / 2 / parameters)))
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
         self._set_cache_budget()
 
@@ -272,7 +281,7 @@ class NativeEngine:
         self._take_in()
         scheduler = self._scheduler
         first = len(scheduler.running)
-        if prompts := scheduler.admit(self._cache, self._max_prefill_rows):
+        if prompts := scheduler.admit(self._cache, self._prefill_rows):
             self._end(self._runner.prefill(scheduler, prompts, first))
         if scheduler.running:
             self._drawn = self._runner.begin_decode(scheduler, self._reserve_for_decode())

@@ -24,10 +24,9 @@ def round_up(value: int, step: int) -> int:
 class KernelCache(Cache):
     """Storage of rows times length tokens: grows on demand up to the budget, and stays until `free`.
 
-    Slots point to rows, so that a sequence changes its slot without a copy.
+    Slots point to rows, so that a sequence changes its slot without a copy. A prompt that comes in over several steps
+    has a row that no slot in use points to.
     """
-
-    chunked = False
 
     def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
         a, layers = model.config.attention, model.config.num_hidden_layers
@@ -36,7 +35,10 @@ class KernelCache(Cache):
         numbers = 2 * layers * a.num_key_value_heads * a.head_dim
         super().__init__(numbers * self._dtype.itemsize, max_slots, max_length)
         self._model, self._shape = model, (layers, a.num_key_value_heads, a.head_dim)
-        self.max_rows = 0
+        self.max_rows = self.running = 0
+        self._partial: Prompt | None = None
+        """The prompt that is there in part, in a row of its own."""
+        self._row = 0
         self.free()
 
     def set_budget(self, num_bytes: int) -> None:
@@ -61,22 +63,48 @@ class KernelCache(Cache):
         return batch == 1 or self._within_budget(batch, min(longest + _HEADROOM, self.max_length))
 
     def open(self, prompt: Prompt, batch: int, longest: int) -> bool:
+        prompt.rooms = 1
         return self.fits([prompt.ids.size], batch, longest)
 
     def join(self, prompt: Prompt, batch: int, longest: int) -> bool:
-        return self.fits([prompt.ids.size], batch, longest)
+        if not self.fits([prompt.ids.size], batch, longest):
+            return False
+        prompt.rooms += 1
+        return True
+
+    def seat(self, prompt: Prompt) -> None:
+        if prompt is self._partial:
+            self._partial = None
+            other = int(np.flatnonzero(self.place_of == self._row)[0])
+            self.place_of[[self.running, other]] = self.place_of[[other, self.running]]
+        self.running += len(prompt.members)
+
+    def leave(self, prompt: Prompt) -> None:
+        prompt.rooms -= 1
+        if prompt is self._partial and not prompt.rooms:
+            self._partial = None
+
+    def row_of(self, prompt: Prompt) -> int:
+        """Where a prompt is that is not complete, until it is."""
+        if self._partial is None:
+            self._partial, self._row = prompt, int(self.place_of[self.running])
+        return self._row
 
     def grow(self, lengths: np.ndarray) -> bool:
         return self.reserve(len(lengths), min(int(lengths.max()), self.max_length), live=len(lengths))
 
     def release(self, slots: list[int], sources: list[int], targets: list[int], ids: list[np.ndarray]) -> None:
         self.place_of[targets + sources] = self.place_of[sources + targets]
+        self.running -= len(slots)
 
     def reserve(self, slots: int, length: int, live: int) -> bool:
-        """Make room for `slots` sequences of `length` tokens; False if the budget does not allow it.
+        """Make room for `slots` sequences of `length` tokens, beside the prompt that is there in part; False if the
+        budget does not allow it.
 
-        The first `live` slots keep their content.
+        The first `live` slots keep their content, and that prompt.
         """
+        if self._partial is not None:
+            slots, length = slots + self._partial.rooms, max(length, self._partial.ids.size)
         if slots <= self.slots and length <= self.length:
             return True
         if not self._within_budget(slots, length):
@@ -97,9 +125,11 @@ class KernelCache(Cache):
 
     def _resize(self, slots: int, length: int, live: int) -> None:
         old, self.arrays = self.arrays, self._allocate(slots, length)
-        kept, rows = min(length, self.length), self.place_of[:live]
-        self.arrays.keys[:live, :, :, : kept // LANES] = old.keys[rows, :, :, : kept // LANES]
-        self.arrays.values[:live, :, :, :kept] = old.values[rows, :, :, :kept]
+        kept, rows = min(length, self.length), self.place_of[:live].tolist()
+        if self._partial is not None:
+            rows, self._row = [*rows, self._row], live
+        self.arrays.keys[: len(rows), :, :, : kept // LANES] = old.keys[rows, :, :, : kept // LANES]
+        self.arrays.values[: len(rows), :, :, :kept] = old.values[rows, :, :, :kept]
         self.place_of = np.arange(self.max_slots)
         self.slots, self.length = slots, length
 

@@ -96,25 +96,38 @@ class KernelRunner:
         return max(1, min(fair, _MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
 
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
-        self.cache.reserve(len(scheduler.running), scheduler.max_length, live=first_slot)
-        unique = [prompt.ids[:-1] for prompt in prompts]
-        slots = iter(self.cache.place_of[first_slot:].tolist())
-        places = [list(islice(slots, len(prompt.members))) for prompt in prompts]
-        sizes, (threads, team) = np.array([ids.size for ids in unique], np.int64), self._crews()
-        copies = [(p[0], to, n) for p, n in zip(places, sizes.tolist(), strict=True) for to in p[1:]]
+        places, copies = self._places(scheduler, prompts, first_slot)
+        parts = [prompt.ids[prompt.begin : min(prompt.end, prompt.ids.size - 1)] for prompt in prompts]
+        sizes, (threads, team) = np.array([ids.size for ids in parts], np.int64), self._crews()
+        begins = np.array([prompt.begin for prompt in prompts], np.int64)
         # Blocks are whole prompts, of about as many rows each.
-        blocks = min(threads * _PREFILL_BLOCKS if team == 1 else 1, len(unique))
-        starts, copy_starts = _starts(sizes), _starts(np.array([len(p) - 1 for p in places], np.int64))
+        blocks = min(threads * _PREFILL_BLOCKS if team == 1 else 1, len(parts))
+        starts, copy_starts = _starts(sizes), _starts(np.array([len(c) for c in copies], np.int64))
         cuts = np.searchsorted(starts, np.arange(blocks + 1) * starts[-1] // max(blocks, 1))
-        cuts[-1] = len(unique)
+        cuts[-1] = len(parts)
         kernels.prefill(
-            starts[cuts], np.concatenate([np.zeros(0, np.int32), *unique]),
-            np.arange(starts[-1]) - starts[:-1].repeat(sizes), np.array([p[0] for p in places], np.int64).repeat(sizes),
-            copy_starts[cuts], np.array(copies, np.int64).reshape(-1, 3),
+            starts[cuts], np.concatenate([np.zeros(0, np.int32), *parts]),
+            np.arange(starts[-1]) + (begins - starts[:-1]).repeat(sizes), np.array(places, np.int64).repeat(sizes),
+            copy_starts[cuts], np.array([c for of_prompt in copies for c in of_prompt], np.int64).reshape(-1, 3),
             self._dimensions, self._weights, self.cache.arrays, self._rows(blocks, team), threads, team,
         )  # fmt: skip
         self.prefilled_rows += int(starts[-1])
         return []
+
+    def _places(
+        self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int
+    ) -> tuple[list[int], list[list[tuple[int, int, int]]]]:
+        """Where each prompt goes, and what to copy from there for its siblings: from, to, how many tokens."""
+        slots, length = len(scheduler.running), scheduler.max_length
+        live = first_slot + sum(prompt.begin > 0 and prompt.complete for prompt in prompts)
+        cut = [prompt for prompt in prompts if not prompt.complete and prompt.begin == 0]
+        self.cache.reserve(
+            slots + sum(p.rooms for p in cut), max([length, *(p.ids.size for p in cut)]), live=live
+        )  # fmt: skip
+        rows = iter(self.cache.place_of[first_slot:].tolist())
+        of_members = [list(islice(rows, len(p.members))) if p.complete else [self.cache.row_of(p)] for p in prompts]
+        copies = [[(own[0], to, p.ids.size - 1) for to in own[1:]] for own, p in zip(of_members, prompts, strict=True)]
+        return [own[0] for own in of_members], copies
 
     def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
         done = self.decode(scheduler, steps)

@@ -31,8 +31,6 @@ class PagedCache(Cache):
     On CUDA the memory comes and goes at the same addresses, which captured graphs keep.
     """
 
-    chunked = True
-
     def __init__(
         self,
         num_layers: int,
@@ -106,8 +104,8 @@ class PagedCache(Cache):
                     self._memory = StableMemory(self.device, total)
                 flat = self._memory.map(size * self.dtype.itemsize).view(self.dtype)
             else:
-                # Zeros, as a masked place still meets a weight of 0, and 0 * NaN is NaN; NumPy's, as they take no memory
-                # before something is written.
+                # Zeros, as a masked place still meets a weight of 0, and 0 * NaN is NaN; NumPy's take no memory before
+                # something is written.
                 flat = torch.from_numpy(np.zeros(size * self.dtype.itemsize, np.uint8)).view(self.dtype)
             self._pool = flat.view(self.num_pages, self._page_elements)
 

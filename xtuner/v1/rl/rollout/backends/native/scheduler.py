@@ -146,7 +146,7 @@ class Scheduler:
             longest = max(longest, ids.size)
             found = known.get(ids.tobytes())
             if found is None:
-                if left <= 0 or (prompts and not cache.chunked and ids.size > left):
+                if left <= 0:
                     self.starved = True
                     break
                 prompt = Prompt(ids)
@@ -308,7 +308,7 @@ class Scheduler:
 
 
 def _fill_up(prompt: Prompt, cache: Cache, rows: int) -> int:
-    """Send the next rows of a prompt through the model, at most so many if it may be cut; how many they are."""
-    prompt.end = min(prompt.ids.size, prompt.begin + rows) if cache.chunked else prompt.ids.size
+    """Send the next rows of a prompt through the model, at most so many; how many they are."""
+    prompt.end = min(prompt.ids.size, prompt.begin + rows)
     cache.fill(prompt)
     return prompt.end - prompt.begin
