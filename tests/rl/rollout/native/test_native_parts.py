@@ -7,6 +7,7 @@ import torch
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
+from xtuner.v1.rl.rollout.backends.native.cache import Prompt
 from xtuner.v1.rl.rollout.backends.native.paged_cache import PAGE, PagedCache
 from xtuner.v1.rl.rollout.backends.native.requests import RequestLimits, make_sequence
 from xtuner.v1.rl.rollout.backends.native.scheduler import Scheduler
@@ -91,17 +92,47 @@ def test_room_is_asked_for_a_sequences_own_need_not_for_the_longest():
     assert len(scheduler.admit(cache, 10_000)) == 1
 
 
-def test_a_cache_that_takes_prompts_whole_gets_the_first_whatever_its_length(model_path):
+def test_rows_of_storage_keep_their_content_whoever_comes_and_goes(model_path):
+    """Each row holds a number that tells whose it is, through growth, moves and a prompt that is there in part."""
     pytest.importorskip("numba")
     from xtuner.v1.rl.rollout.backends.native.kernel_cache import KernelCache
 
-    scheduler, cache = Scheduler(8), KernelCache(get_model_config_from_hf(model_path).build("cpu"), 8, 256)
-    cache.set_budget(10**8)
-    for i, length in enumerate((30, 6, 30)):
-        scheduler.add(_sequence(i, length))
-    assert _rows(scheduler.admit(cache, 8)) == [(30, 0, 30, 1)]
-    assert _rows(scheduler.admit(cache, 36)) == [(6, 0, 6, 1), (30, 0, 30, 1)]
-    assert scheduler.filling is None
+    cache = KernelCache(get_model_config_from_hf(model_path).build("cpu"), 16, 256)
+    cache.set_budget(16 * 256 * cache.row_bytes)
+    rng, owners, partial, mark = np.random.default_rng(0), [], None, 0
+    for step in range(1, 600):
+        live, kind = len(owners), rng.random()
+        if partial is None and kind < 0.2 and live < 13:
+            partial, mark = Prompt(np.zeros(rng.integers(2, 250), np.int32), [None] * int(rng.integers(1, 3))), step
+            assert cache.open(partial, live + 1, 250)
+            for _ in partial.members[1:]:
+                assert cache.join(partial, live + 2, 250)
+            assert cache.reserve(live + partial.rooms, partial.ids.size, live=live)
+            cache.arrays.values[cache.row_of(partial)] = mark
+        elif partial is not None and kind < 0.2:
+            cache.seat(partial)
+            assert cache.reserve(cache.running, 2, live=live + 1)
+            for slot in range(live + 1, cache.running):
+                cache.arrays.values[cache.place_of[slot]] = mark
+            owners += [mark] * len(partial.members)
+            partial = None
+        elif partial is not None and kind < 0.25:
+            for _ in partial.members:
+                cache.leave(partial)
+            partial = None
+        elif kind < 0.5 and live:
+            gone = sorted(rng.choice(live, int(rng.integers(1, live + 1)), replace=False).tolist())
+            targets = [slot for slot in gone if slot < live - len(gone)]
+            sources = [slot for slot in range(live - len(gone), live) if slot not in gone]
+            cache.release(gone, sources, targets, [])
+            for source, target in zip(sources, targets, strict=True):
+                owners[target] = owners[source]
+            del owners[live - len(gone) :]
+        elif live:
+            assert cache.grow(np.full(live, int(rng.integers(2, 250))))
+        held = [cache.arrays.values[cache.place_of[slot], 0, 0, 0, 0] for slot in range(len(owners))]
+        assert held == owners and cache.running == len(owners)
+        assert partial is None or cache.arrays.values[cache.row_of(partial), 0, 0, 0, 0] == mark
 
 
 def test_a_full_batch_is_renewed_in_parts_not_one_by_one():
