@@ -161,6 +161,31 @@ def test_a_small_cache_makes_requests_wait_and_does_not_change_tokens(kernels, m
     assert engine.statistics()["preemptions"], "fewer fit at their longest: some had to go back"
 
 
+def test_what_was_said_before_is_found_again_and_changes_nothing(kernels, model_path):
+    """Siblings that come late, the same prompt again, and the next turn of a conversation."""
+    engine = started(model_path)
+    first = [request(i, prompt(i // 2, 100), max_tokens=40, min_tokens=40) for i in range(4)]
+    turns = run(engine, *first)
+    assert engine.statistics()["prefill_tokens"] == 2 * (99 if kernels else 100)
+    later = [
+        *(request(10 + i, prompt(i, 100)) for i in range(2)),
+        *(
+            request(20 + i, r.prompt_ids + o.token_ids + prompt(9, 30))
+            for i, (r, o) in enumerate(zip(first, turns, strict=True))
+        ),
+    ]
+    before = engine.statistics()
+    outputs, alone = run(engine, *later), started(model_path)
+    for r, out in zip([*first, *later], [*turns, *outputs], strict=True):
+        assert _tokens(run(alone, r)) == _tokens([out])
+        asyncio.run(alone.reset_prefix_cache())
+    counts = {name: n - before[name] for name, n in engine.statistics().items()}
+    if not kernels:
+        assert counts["prefix_hit_tokens"] == 2 * 64 + 4 * 128
+        assert counts["prefill_tokens"] == sum(len(r.prompt_ids) for r in later) - counts["prefix_hit_tokens"]
+        assert alone.statistics()["prefix_hit_tokens"] == 0
+
+
 def test_two_engines_and_two_runs_agree_but_seeds_differ(model_path, engine):
     first = run(engine, *[request(i, seed=7 + i) for i in range(4)])
     again = run(started(model_path), *[request(i, seed=7 + i) for i in range(4)])

@@ -35,6 +35,24 @@ def test_an_update_makes_the_engine_the_other_model(model_path, other_path, engi
     assert all(len(o.weight_versions) == len(o.token_ids) for o in old + new)
 
 
+@pytest.mark.parametrize("change", ["update", "reset", "sleep"])
+def test_nothing_of_the_old_weights_is_found_after_a_change(kernels, model_path, other_path, engine, change):
+    r = request(0, prompt(0, 150), max_tokens=20, min_tokens=20)
+    run(engine, r)
+    if change == "update":
+        _update(engine, weights(other_path))
+    elif change == "reset":
+        asyncio.run(engine.reset_prefix_cache())
+    else:
+        asyncio.run(engine.sleep(("kv_cache",)))
+        asyncio.run(engine.wake(("kv_cache",)))
+    (out,) = run(engine, r)
+    assert out.token_ids == run(started(other_path if change == "update" else model_path), r)[0].token_ids
+    assert engine.statistics()["prefix_hit_tokens"] == 0
+    run(engine, r)
+    assert engine.statistics()["prefix_hit_tokens"] == (0 if kernels else 128)
+
+
 @pytest.mark.parametrize("fault", ["missing", "sent twice", "unknown", "shape"])
 def test_half_an_update_is_refused_and_the_engine_does_not_serve_the_mixture(model_path, other_path, engine, fault):
     tensors = weights(other_path)
