@@ -1,12 +1,12 @@
 """Exact mode on one GPU: whether log-probs of engine and trainer are equal to the bit, and what that costs.
 
     python benchmarks/exact.py --shapes qwen3-0.6b qwen3-1.7b [--parts equality decode train] [--tokens 1000000]
-        [--rounds 3] [--out results.jsonl]
+        [--cases 256x1:128+512] [--rounds 3] [--out results.jsonl]
 
 equality: the engine answers groups of four with prompts and responses of mixed lengths until `--tokens` tokens are
 sampled, more requests at a time than it has slots; the trainer computes their log-probs, with prompts shared and in
-another order with prompts not shared. decode: 256 requests of 128 + 512 tokens by an exact engine and a fast one in
-turns, new tokens over wall time. train: a whole GRPO update of a pack of 32k tokens, exact, fast, and fast without the
+another order with prompts not shared. decode: the `--cases` (GROUPSxSIBLINGS:PROMPT+NEW, as in rollout.py) by an exact
+engine and a fast one in turns, new tokens over wall time. train: a whole GRPO update of a pack of 32k tokens, exact, fast, and fast without the
 compiler, in turns; and the log-probs alone. Figures are medians over the rounds. Weights are random. Prints JSON rows.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from random_model import write_random_model
+from rollout import make_prompts, parse_case
 from rows import Rows
 from train_step import make_pack, sequence_lengths, timed
 
@@ -37,16 +38,16 @@ from xtuner.v1.rl.trainer import pack_samples
 from xtuner.v1.rl.trainer.samples import TrainingSample
 
 DEVICE = torch.device("cuda", 0)
-BATCH, PROMPT, NEW = 256, 128, 512
+BATCH = 256
 
 
 class Engine:
     """A native engine and its loop."""
 
-    def __init__(self, folder: Path, exact: bool, context: int, memory: float) -> None:
+    def __init__(self, folder: Path, exact: bool, context: int, memory: float, batch: int = BATCH) -> None:
         self.loop = asyncio.new_event_loop()
         self.engine = NativeEngine(
-            folder, device="cuda", max_batch_size=BATCH, context_length=context, gpu_memory_utilization=memory,
+            folder, device="cuda", max_batch_size=batch, context_length=context, gpu_memory_utilization=memory,
             deterministic=exact,
         )  # fmt: skip
         self.loop.run_until_complete(self.engine.start())
@@ -110,32 +111,33 @@ def _sample(request: GenerateRequest, output: Any) -> TrainingSample:
 
 
 def decode(rows: Rows, shape: str, folder: Path, args: argparse.Namespace) -> None:
-    engines = {"exact": Engine(folder, True, PROMPT + NEW, 0.4), "fast": Engine(folder, False, PROMPT + NEW, 0.8)}
-    rng = random.Random(1)
+    for text in args.cases:
+        groups, siblings, prompt, new = case = parse_case(text)
+        batch, context = groups * siblings, prompt + new
+        engines = {
+            "exact": Engine(folder, True, context, 0.4, batch),
+            "fast": Engine(folder, False, context, 0.8, batch),
+        }
 
-    def run(name: str, new: int) -> float:
-        params = SampleParams(max_tokens=new, min_tokens=new)
-        requests = [
-            GenerateRequest(i, [rng.randrange(10, 300) for _ in range(PROMPT)], params, i) for i in range(BATCH)
-        ]
-        start = time.perf_counter()
-        engines[name].generate(requests)
-        return time.perf_counter() - start
+        def run(name: str, seed: int, new: int, engines: dict[str, Engine] = engines, case: Any = case) -> float:
+            params = SampleParams(max_tokens=new, min_tokens=new)
+            requests = [GenerateRequest(i, ids, params, i) for i, ids in enumerate(make_prompts(case, seed))]
+            start = time.perf_counter()
+            engines[name].generate(requests)
+            return time.perf_counter() - start
 
-    for name in engines:
-        run(name, 64)
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(args.rounds):
         for name in engines:
-            seconds[name].append(run(name, NEW))
-    medians = {name: statistics.median(s) for name, s in seconds.items()}
-    for name, engine in engines.items():
-        engine.stop()
-        rows.add(
-            shape, f"{name}, {BATCH} requests {PROMPT}+{NEW}", "throughput", BATCH * NEW / medians[name], "tokens/s",
-            seconds=seconds[name], step_ms=1e3 * medians[name] / NEW,
-        )  # fmt: skip
-    rows.add(shape, f"{BATCH} requests {PROMPT}+{NEW}", "exact over fast", medians["exact"] / medians["fast"], "x")
+            run(name, 0, 64)
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        for seed in range(1, args.rounds + 1):
+            for name in engines:
+                seconds[name].append(run(name, seed, new))
+        medians = {name: statistics.median(s) for name, s in seconds.items()}
+        for name, engine in engines.items():
+            engine.stop()
+            rate, step = batch * new / medians[name], 1e3 * medians[name] / new
+            rows.add(shape, f"{name}, {text}", "throughput", rate, "tokens/s", seconds=seconds[name], step_ms=step)
+        rows.add(shape, text, "exact over fast", medians["exact"] / medians["fast"], "x")
 
 
 def train(rows: Rows, shape: str, folder: Path, args: argparse.Namespace) -> None:
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--cases", nargs="+", default=["256x1:128+512"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out")
     args = parser.parse_args()
