@@ -6,8 +6,9 @@
 equality: the engine answers groups of four with prompts and responses of mixed lengths until `--tokens` tokens are
 sampled, more requests at a time than it has slots; the trainer computes their log-probs, with prompts shared and in
 another order with prompts not shared. decode: the `--cases` (GROUPSxSIBLINGS:PROMPT+NEW, as in rollout.py) by an exact
-engine and a fast one in turns, new tokens over wall time. train: a whole GRPO update of a pack of 32k tokens, exact, fast, and fast without the
-compiler, in turns; and the log-probs alone. Figures are medians over the rounds. Weights are random. Prints JSON rows.
+engine and a fast one in turns, new tokens over wall time. train: a whole GRPO update of a pack of 32k tokens, and the
+log-probs alone: exact, fast, and fast without the compiler. Figures are medians over the rounds. Weights are random.
+Prints JSON rows.
 """
 
 import argparse
