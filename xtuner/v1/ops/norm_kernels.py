@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,7 +22,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
+        x = _arrived(x)
         out, inv_rms, _ = _norm_forward(x, None, weight, eps)
         ctx.save_for_backward(x, weight, inv_rms)
         return out
@@ -29,22 +30,28 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inv_rms = ctx.saved_tensors
-        grad_x, grad_weight = _norm_backward(grad.contiguous(), None, x, weight, inv_rms)
+        grad_x, grad_weight = _norm_backward(_arrived(grad), None, x, weight, inv_rms)
         return grad_x, grad_weight, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, inv_rms, total = _norm_forward(x.contiguous(), residual.contiguous(), weight, eps)
+        out, inv_rms, total = _norm_forward(_arrived(x), _arrived(residual), weight, eps)
         ctx.save_for_backward(total, weight, inv_rms)
         return total, out
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         total, weight, inv_rms = ctx.saved_tensors
-        grad_sum, grad_weight = _norm_backward(grad.contiguous(), grad_total.contiguous(), total, weight, inv_rms)
+        grad_sum, grad_weight = _norm_backward(_arrived(grad), _arrived(grad_total), total, weight, inv_rms)
         return grad_sum, grad_sum, grad_weight, None
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """x in contiguous memory. Tensor parallelism hands over rows that are still on their way from other ranks, in a
+    wrapper without memory of its own: torch's operations wait for them, a kernel of ours would not."""
+    return (x.wait() if isinstance(x, AsyncCollectiveTensor) else x).contiguous()
 
 
 def _norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
