@@ -233,18 +233,19 @@ class PagedCache(Cache):
         """Slots with common pages, int32 [G, MEMBERS], -1 fills up; and how many pages each running slot has in
         common with others, int32 [running]."""
         common = self._common[: self.running]
-        pages = np.zeros(self.running, np.int32)
-        members: list[np.ndarray] = []
         # Who has the last common page has those before it: names chain them.
         last = np.where(common > 0, self.tables[np.arange(self.running), common - 1], -1)
         order = np.argsort(last, kind="stable")
-        borders = np.flatnonzero(np.diff(last[order])) + 1
-        for group in np.split(order, borders):
-            for slots in np.split(group, range(MEMBERS, len(group), MEMBERS)):
-                if len(slots) > 1 and common[slots[0]]:
-                    pages[slots] = common[slots[0]]
-                    members.append(np.pad(slots, (0, MEMBERS - len(slots)), constant_values=-1))
-        return np.array(members, np.int32).reshape(-1, MEMBERS), pages
+        first = np.flatnonzero(np.diff(last[order], prepend=-2))
+        within = np.arange(self.running) - first.repeat(np.diff(first, append=self.running))
+        number = np.cumsum(within % MEMBERS == 0) - 1
+        together = (np.bincount(number)[number] > 1) & (last[order] >= 0)
+        slots, rows = order[together], np.unique(number[together], return_inverse=True)[1]
+        members = np.full((rows.max(initial=-1) + 1, MEMBERS), -1, np.int32)
+        members[rows, within[together] % MEMBERS] = slots
+        pages = np.zeros(self.running, np.int32)
+        pages[slots] = common[slots]
+        return members, pages
 
     def release(self, slots: list[int], sources: list[int], targets: list[int], ids: list[np.ndarray]) -> None:
         for slot, held in zip(slots, ids, strict=True):
