@@ -48,13 +48,14 @@ def send_weights(
             if index >= _SLOTS:
                 _expect_index(line, "taken", index - _SLOTS)
             places, size = lay_out(bucket)
-            slot = slots[index % _SLOTS] = _room(slots[index % _SLOTS], size, memory, device)
+            last = slots[index % _SLOTS]
+            slot = slots[index % _SLOTS] = _room(last, size, memory, device)
             pack(bucket, places, slot.memory)
             slot.flush()
             sums = None if bucket.checksums is None else bucket.checksums.tolist()
             line.send(
-                "bucket", slot.files, index=index, memory=slot.describe(), tensors=[p.to_json() for p in places],
-                checksums=sums,
+                "bucket", () if slot is last else slot.files, index=index, memory=slot.describe(),
+                tensors=[p.to_json() for p in places], checksums=sums,
             )  # fmt: skip
             tensors, num_bytes, count = tensors + len(places), num_bytes + bucket.num_bytes, index + 1
         line.send("end", buckets=count, tensors=tensors, num_bytes=num_bytes)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import secrets
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ class Shared(Protocol):
 
     @property
     def files(self) -> list[int]:
-        """File descriptors that go with the description."""
+        """File descriptors that the other process needs once."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class HostShared:
     """Host memory without a name: it is gone with the last process that has it open, however that ends."""
 
     def __init__(self, num_bytes: int) -> None:
+        self._name = secrets.token_hex(8)
         self._file = os.memfd_create("weights", os.MFD_CLOEXEC)
         try:
             # Taken now: what cannot be had is an error here and not a signal when it is written.
@@ -57,7 +59,7 @@ class HostShared:
         return [self._file]
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "host", "num_bytes": self.memory.numel()}
+        return {"kind": "host", "num_bytes": self.memory.numel(), "name": self._name}
 
     def flush(self) -> None:
         """Nothing is written behind the processor's back."""
@@ -95,14 +97,18 @@ class Openings:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handles: dict[str, OpenedHandle] = {}
+        self._maps: dict[str, Tensor] = {}
 
     def open(self, description: dict[str, Any], files: list[int]) -> Tensor:
         """The bytes, uint8; valid until `close`."""
         kind, num_bytes = description["kind"], int(description["num_bytes"])
         try:
             if kind == "host":
-                (file,) = files
-                return _map(file, num_bytes)
+                name = description["name"]
+                if name not in self._maps:
+                    (file,) = files
+                    self._maps[name] = _map(file, num_bytes)
+                return self._maps[name]
         finally:
             for file in files:  # what is mapped stays
                 os.close(file)
@@ -118,7 +124,9 @@ class Openings:
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
+        self._maps.clear()
 
 
 def _map(file: int, num_bytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+    # All pages at once: one by one, at the first touch, takes several times as long as the copy.
+    return torch.frombuffer(mmap.mmap(file, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)
