@@ -22,11 +22,11 @@ CONTEXT, SLOTS = 256, 8
 CLASSES = {"sglang": "SGLangEngine", "vllm": "VLLMEngine"}
 
 
-def write_model(folder: Path, seed: int, std: float = 0.12) -> Path:
+def write_model(folder: Path, seed: int, std: float = 0.12, hidden_size: int = 128) -> Path:
     """Random weights, wide enough that the most likely token stands out; the head is tied to the embedding."""
     source = folder.parent / "source"
     if not source.exists():
-        write_config(source)
+        write_config(source, hidden_size)
         write_tokenizer(source)
     model = get_model_config_from_hf(source).build("cpu")
     model.init_weights(seed, std)
@@ -83,8 +83,8 @@ def request(number: int = 0, ids: list[int] | None = None, seed: int | None = No
 class Engines:
     """Starts engines of one kind, one after another."""
 
-    def __init__(self, name: str, models: list[Path], log_dir: Path, runner: asyncio.Runner):
-        self.name, self.models, self.log_dir, self._runner = name, models, log_dir, runner
+    def __init__(self, name: str, models: list[Path], log_dir: Path, runner: asyncio.Runner, device: str = "cpu"):
+        self.name, self.models, self.log_dir, self.device, self._runner = name, models, log_dir, device, runner
         self._started: list[ServedEngine] = []
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -95,11 +95,11 @@ class Engines:
             "model_path": self.models[0], "context_length": CONTEXT, "backend": self.name,
             "rollout_max_batch_size_per_instance": SLOTS,
         }  # fmt: skip
-        return RolloutConfig(**(fields | changes)).resolve("cpu")
+        return RolloutConfig(**(fields | changes)).resolve(self.device)
 
     def start(self, **changes: Any) -> ServedEngine:
         module = importlib.import_module(f"xtuner.v1.rl.rollout.backends.{self.name}")
-        engine: ServedEngine = getattr(module, CLASSES[self.name])(self.config(**changes), 0, "cpu", self.log_dir)
+        engine: ServedEngine = getattr(module, CLASSES[self.name])(self.config(**changes), 0, self.device, self.log_dir)
         self._started.append(engine)
         self.run(engine.start())
         return engine
@@ -110,9 +110,12 @@ class Engines:
 
         return self.run(all_of_them())
 
-    def close(self) -> None:
+    async def stopped(self) -> None:
         for engine in self._started:
-            self.run(engine.stop())
+            await engine.stop()
+
+    def close(self) -> None:
+        self.run(self.stopped())
 
 
 def descendants(pid: int) -> set[int]:

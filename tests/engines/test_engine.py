@@ -23,6 +23,7 @@ from .helpers import (
     buckets,
     descendants,
     greedy,
+    logits,
     logprobs_of,
     prompt,
     request,
@@ -89,6 +90,16 @@ def test_truncation_changes_the_stage_or_the_log_probs(engines, engine):
         torch.testing.assert_close(logprobs, whole, atol=1e-5, rtol=0)
 
 
+def test_alternatives_are_the_most_likely_tokens(engines, engine):
+    folder = update(engines, engine, 1, 6)
+    (output,) = engines.generate(engine, request(0, temperature=0.7, top_logprobs=3, max_tokens=8))
+    rows = logits(folder, prompt(0) + output.token_ids)[len(prompt(0)) - 1 : -1]
+    best, ids = torch.log_softmax(rows / 0.7, -1).topk(3)
+    assert [[token for token, _ in row] for row in output.top_logprobs] == ids.tolist()
+    reported = torch.tensor([[value for _, value in row] for row in output.top_logprobs])
+    torch.testing.assert_close(reported, best, atol=1e-5, rtol=0)
+
+
 def test_stop_tokens_end_a_response_and_belong_to_it(engines, engine):
     folder = update(engines, engine, 2, 7)
     tokens = greedy(folder, prompt(0), 12)
@@ -126,7 +137,7 @@ def test_what_would_hurt_the_server_is_refused_with_the_reason(engines, engine):
         (request(0, ids=[]), "the prompt is empty"),
         (request(0, stop_token_ids=[999]), r"stop_token_ids=[999] are outside"),
         (request(0, stops=[""]), "holds an empty string"),
-        (request(0, top_logprobs=5), "top_logprobs=5"),
+        (request(0, top_logprobs=50), "top_logprobs=50"),
         (request(0, return_token_ids=False), "return_token_ids=False"),
     ]
     for (wrong, text), output in zip(cases, engines.generate(engine, *(wrong for wrong, _ in cases)), strict=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.rollout import worker
 from xtuner.v1.rl.rollout.backends.options import NO_EFFECT_IN_SERVED, NOT_IN_SERVED, engine_options
 from xtuner.v1.rl.rollout.worker import RolloutConfig
@@ -242,3 +243,21 @@ def test_every_field_does_something_is_refused_or_is_said_to_do_nothing(backend)
     elsewhere = {"env", "device", "gpu_memory_utilization"}  # labels, and what is of a GPU
     assert set(RolloutConfig.model_fields) - known - used - elsewhere == set()
     assert not known & {"model_path", "context_length"}
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_every_sampling_parameter_reaches_the_engine_or_is_refused(backend):
+    """What is left out of a request would silently be the server's default."""
+    folder = Path(worker.__file__).parent
+    names = (
+        f"backends/{backend}.py",
+        "backends/served.py",
+        "backends/request_checks.py",
+        "answers.py",
+        "controller.py",
+    )
+    sources = "".join((folder / name).read_text() for name in names)
+    used = {name for name in SampleParams.model_fields if re.search(rf"\b(p|params)\.{name}\b", sources)}
+    one_value = {"n", "stream", "spaces_between_special_tokens"}  # the class refuses others
+    of_the_config = {"return_routed_experts"}  # enable_return_routed_experts is refused
+    assert set(SampleParams.model_fields) - used - one_value - of_the_config == set()

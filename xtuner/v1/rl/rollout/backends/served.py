@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from xtuner.v1.data_proto import SampleParams, WeightBucket
+from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import weight_views
 from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.rl.weight_update import Inventory, write_weights
@@ -20,13 +20,13 @@ from xtuner.v1.utils import get_logger
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .native.engine import read_eos_ids
 from .options import engine_options, engine_python, inherited_environment
+from .request_checks import objection
 from .server import EngineServer, ServerDied, ServerError, ServerRefused
 
 if TYPE_CHECKING:
     from ..config import RolloutConfig
 
 _ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-_GREEDY_BELOW = 1e-5
 CALL_S = 300.0
 """Seconds for a call that changes the engine's state."""
 _ABORT_S, _ABORT_AGAIN_S = 30.0, 0.2
@@ -66,7 +66,11 @@ class ServedEngine(ABC):
         )  # fmt: skip
         self._obstacle: dict[str, str] = {"start": "the engine was not started."}
         """Why it cannot serve, by what must happen first."""
+        self._asleep: set[MemoryTag] = set()
+        """What the server has given back."""
         self._in_flight: set[int] = set()
+        self._waiting: set[asyncio.Future[None]] = set()
+        """Of requests that wait for a server that is being brought back."""
         self._weights: Path | None = None
         """Folder of the current weights; None: those of `model_path`."""
         self._restart: asyncio.Task[None] | None = None
@@ -98,6 +102,14 @@ class ServedEngine(ABC):
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
 
+    @abstractmethod
+    async def release(self, tags: set[MemoryTag]) -> None:
+        """Give this device memory back."""
+
+    @abstractmethod
+    async def resume(self, tags: set[MemoryTag]) -> None:
+        """Take it again, which was given back; weights with any content."""
+
     # ---- life ----
 
     async def start(self) -> None:
@@ -112,6 +124,7 @@ class ServedEngine(ABC):
 
     async def _start_server(self) -> None:
         given = self.config.api_key
+        self._asleep.clear()
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             lambda key: self.inherited | self.environment(key) | self.options.env,
@@ -144,6 +157,7 @@ class ServedEngine(ABC):
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """On a CPU nothing is given back: the engine only refuses until it is awake, and until weights have come."""
+        wanted = set(tags) - self._obstacle.keys()
         self._refuse_in_flight("sleep")
         if "start" in self._obstacle:
             raise RuntimeError(f"sleep: {self._obstacle['start']}")
@@ -152,9 +166,15 @@ class ServedEngine(ABC):
         if "weights" in tags:
             self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
             self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
+        if self.device != "cpu" and wanted and self.server.alive:
+            await self.release(wanted)
+            self._asleep |= wanted
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         await self._ensure_alive()
+        if wanted := self._asleep & set(tags):
+            await self.resume(wanted)
+            self._asleep -= wanted
         for tag in tags:
             self._obstacle.pop(tag, None)
 
@@ -199,9 +219,8 @@ class ServedEngine(ABC):
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
-        if self._coming_back():
-            assert self._restart is not None
-            await asyncio.shield(self._restart)
+        if self._coming_back() and not await self._wait_for_return():
+            return GenerateOutput(request.request_id, finish_reason="abort")
         why = f"the engine cannot serve: {' '.join(self._obstacle.values())}" if self._obstacle else None
         why = why or self.objection(request)
         if why:
@@ -229,6 +248,9 @@ class ServedEngine(ABC):
 
     async def abort(self) -> None:
         """A request may be on its way when the server is told: it is told again until all have come back."""
+        for ticket in self._waiting:
+            if not ticket.done():
+                ticket.set_result(None)
         deadline = asyncio.get_running_loop().time() + _ABORT_S
         while self._in_flight and self.server.alive:
             if asyncio.get_running_loop().time() > deadline:
@@ -239,32 +261,8 @@ class ServedEngine(ABC):
                 await asyncio.sleep(0.01)
 
     def objection(self, request: GenerateRequest) -> str | None:
-        """Why the request cannot be served. What is wrong with ids would be the end of some servers."""
-        ids, p, vocabulary = request.prompt_ids, request.params, self._model_config.vocab_size
-        if not ids:
-            return "the prompt is empty: there is nothing to continue."
-        if len(ids) + 1 > self.context_length:
-            return (
-                f"a prompt of {len(ids)} tokens and one token of response do not fit into the context of "
-                f"{self.context_length} tokens: raise context_length, or filter the prompts."
-            )
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            bad = next(i for i in ids if not 0 <= i < vocabulary)
-            return (
-                f"prompt id {bad} is outside the model's vocabulary of {vocabulary}: tokenizer and model do not belong "
-                "together."
-            )
-        if bad_stops := [i for i in p.stop_token_ids if not 0 <= i < vocabulary]:
-            return f"sample_params.stop_token_ids={bad_stops} are outside the model's vocabulary of {vocabulary}."
-        if any(not stop for stop in p.stops):
-            return "sample_params.stops holds an empty string: it would end every response."
-        if p.top_logprobs > 1:
-            return f"sample_params.top_logprobs={p.top_logprobs}: not with {self.name} yet; set it to 1."
-        if not p.return_token_ids:
-            return f"sample_params.return_token_ids=False: {self.name} is asked for ids; set True."
-        if not p.no_stop_trim:
-            return "sample_params.no_stop_trim=False: the stop token is trained; set True."
-        return None
+        """Why the request cannot be served."""
+        return objection(request, self._model_config.vocab_size, self.context_length, self.name)
 
     def max_tokens(self, request: GenerateRequest) -> int:
         """Of the response: what fits into the context."""
@@ -276,6 +274,17 @@ class ServedEngine(ABC):
         """After an error that a working server would not give: bring it back if it does not work."""
         if not self._coming_back() and not await self.server.answers(self.health_path):
             self._bring_back(problem)
+
+    async def _wait_for_return(self) -> bool:
+        """Until the server is back, or cannot be; False if requests are aborted before that."""
+        assert self._restart is not None
+        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(ticket)
+        try:
+            await asyncio.wait({self._restart, ticket}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting.discard(ticket)
+        return not ticket.done()
 
     def _coming_back(self) -> bool:
         return self._restart is not None and not self._restart.done()
@@ -344,11 +353,6 @@ class ServedEngine(ABC):
     @property
     def model_name(self) -> str:
         return self.config.model_name or self._model_config.model_type
-
-
-def is_greedy(params: SampleParams) -> bool:
-    """Whether the most likely token is taken."""
-    return params.temperature < _GREEDY_BELOW or params.top_k == 1
 
 
 def checked(output: GenerateOutput, engine: str) -> GenerateOutput:

@@ -1,13 +1,15 @@
 """SGLang behind its own server (`sglang.launch_server`)."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from xtuner.v1.data_proto import FinishReason, SampleParams
 
-from .base import GenerateOutput, GenerateRequest, LogprobStage
-from .served import CALL_S, ServedEngine, checked, is_greedy
-from .server import ServerError
+from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
+from .request_checks import is_greedy
+from .served import CALL_S, ServedEngine, checked
+from .server import ServerError, ServerRefused
 
 _LAUNCH = Path(__file__).parent / "engine_side" / "xtuner_sglang.py"
 _ON_CPU = (
@@ -15,6 +17,7 @@ _ON_CPU = (
     "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
 )  # fmt: skip
 _DETERMINISTIC = "enable_deterministic_inference"
+_IDLE_S = 10.0
 _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
 
@@ -30,30 +33,37 @@ class SGLangEngine(ServedEngine):
         c = self.config
         chunk = c.chunked_prefill_size if c.enable_chunked_prefill else -1
         prefill = () if c.max_prefill_token_num is None else ("--max-prefill-tokens", str(c.max_prefill_token_num))
+        if self.device == "cpu":
+            room = self.cache_tokens() + self.max_batch_size * _SLACK
+            memory = [*_ON_CPU, "--max-total-tokens", str(room)]
+        else:
+            memory = ["--enable-memory-saver", "--mem-fraction-static", str(c.gpu_memory_utilization)]
         return [
             str(_LAUNCH), "--host", "127.0.0.1", "--port", str(port),
             "--model-path", str(self.model_path), "--tokenizer-path", str(self.tokenizer_path),
             "--served-model-name", self.model_name, "--load-format", "dummy" if c.skip_load_weights else "auto",
             "--weight-version", "0", "--dtype", self.dtype_name, "--context-length", str(self.context_length + _SLACK),
-            "--max-running-requests", str(self.max_batch_size),
-            "--max-total-tokens", str(self.cache_tokens() + self.max_batch_size * _SLACK),
-            "--random-seed", str(c.random_seed), "--chunked-prefill-size", str(chunk), *prefill,
+            "--max-running-requests", str(self.max_batch_size), "--random-seed", str(c.random_seed),
+            "--chunked-prefill-size", str(chunk), *prefill,
             *(() if c.enable_prefix_caching else ("--disable-radix-cache",)),
-            "--skip-server-warmup", "--log-level", "info", *_ON_CPU, *self.options.argv(),
+            "--skip-server-warmup", "--log-level", "info", *memory, *self.options.argv(),
         ]  # fmt: skip
 
     def environment(self, key: str) -> dict[str, str]:
-        return {
-            "XTUNER_ENGINE_KEY": key, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
+        on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {}
+        return on_cpu | {
+            "XTUNER_ENGINE_KEY": key, "HF_HUB_OFFLINE": "1",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which is never used
         }  # fmt: skip
 
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
+        alternatives = request.params.top_logprobs if request.params.top_logprobs > 1 else 0
         body = {
             "rid": f"xtuner-{request.request_id}",
             "input_ids": request.prompt_ids,
             "sampling_params": self._sampling(request),
             "return_logprob": True,  # they also tell the ids that were drawn, the last one included
+            "top_logprobs_num": alternatives,
         }
         answer = await self.server.post("/generate", body, timeout=self.config.rollout_timeout)
         meta = answer["meta_info"]
@@ -62,7 +72,11 @@ class SGLangEngine(ServedEngine):
         stage: LogprobStage = "raw" if is_greedy(request.params) else "scaled" if _cuts(request.params) else "sampled"
         self._check_version(meta)
         ids, logprobs = [int(entry[1]) for entry in drawn], [float(entry[0]) for entry in drawn]
-        return checked(GenerateOutput(request.request_id, ids, logprobs, [], reason, stage, error), self.server.name)
+        output = GenerateOutput(request.request_id, ids, logprobs, [], reason, stage, error)
+        if alternatives:
+            rows = meta["output_top_logprobs"] or []
+            output.top_logprobs = [[(int(entry[1]), float(entry[0])) for entry in row] for row in rows]
+        return checked(output, self.server.name)
 
     def objection(self, request: GenerateRequest) -> str | None:
         if request.params.sampling_seed is not None and not self.options.arguments.get(_DETERMINISTIC):
@@ -104,8 +118,33 @@ class SGLangEngine(ServedEngine):
         if not answer["success"]:
             raise ServerError(f"{self.server.name} did not take version {version} of the weights: {answer['message']}")
 
+    async def release(self, tags: set[MemoryTag]) -> None:
+        await self._until_idle()
+        await self.server.post("/release_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
+
+    async def resume(self, tags: set[MemoryTag]) -> None:
+        await self.server.post("/resume_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
+
     async def forget_prefixes(self) -> None:
-        await self.server.post("/flush_cache", timeout=CALL_S)
+        await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        """Empty its cache, which it does only when it has nothing to do: the token of a health check may be on its way,
+        and it would not survive to give memory back meanwhile."""
+        deadline = asyncio.get_running_loop().time() + _IDLE_S
+        while True:
+            try:
+                await self.server.post("/flush_cache", timeout=CALL_S)
+                return
+            except ServerRefused:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(0.1)
+
+
+def _regions(tags: set[MemoryTag]) -> list[str]:
+    """SGLang's names; its graphs go with the cache."""
+    return [*sorted(tags), *(["cuda_graph"] if "kv_cache" in tags else [])]
 
 
 def _cuts(params: SampleParams) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 
 from xtuner.v1.data_proto import FinishReason
 
-from .base import GenerateOutput, GenerateRequest
-from .served import CALL_S, ServedEngine, checked, is_greedy
+from .base import GenerateOutput, GenerateRequest, MemoryTag
+from .request_checks import is_greedy
+from .served import CALL_S, ServedEngine, checked
 from .server import ServerError
 
 _ENGINE_SIDE = Path(__file__).with_name("engine_side")
-_ON_CPU = ("--enforce-eager",)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -20,6 +20,8 @@ class VLLMEngine(ServedEngine):
 
     name = "vllm"
     own_path = "/v1/models"
+    _weights_wait = False
+    """Whether they are in host memory."""
 
     def command(self, port: int) -> list[str]:
         c = self.config
@@ -28,6 +30,10 @@ class VLLMEngine(ServedEngine):
         else:
             step = max(c.max_prefill_token_num or 8192, self.context_length, self.max_batch_size)
         yes_no = ("--", "--no-")
+        if self.device == "cpu":
+            memory = ["--enforce-eager", "--kv-cache-memory-bytes", str(self.cache_bytes())]
+        else:
+            memory = ["--enable-sleep-mode", "--gpu-memory-utilization", str(c.gpu_memory_utilization)]
         return [
             "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port),
             "--middleware", "xtuner_vllm.RequireKey", "--worker-extension-cls", "xtuner_vllm.TakeWeights",
@@ -38,7 +44,7 @@ class VLLMEngine(ServedEngine):
             "--logprobs-mode", "processed_logprobs", "--max-num-batched-tokens", str(step),
             f"{yes_no[not c.enable_chunked_prefill]}enable-chunked-prefill",
             f"{yes_no[not c.enable_prefix_caching]}enable-prefix-caching",
-            "--kv-cache-memory-bytes", str(self.cache_bytes()), *_ON_CPU, *self.options.argv(),
+            *memory, *self.options.argv(),
         ]  # fmt: skip
 
     def environment(self, key: str) -> dict[str, str]:
@@ -61,8 +67,9 @@ class VLLMEngine(ServedEngine):
             "stop_token_ids": self.eos_ids + p.stop_token_ids, "include_stop_str_in_output": True,
             "skip_special_tokens": False, "spaces_between_special_tokens": False,
         }  # fmt: skip
-        if p.return_logprob:
-            body["logprobs"] = 0
+        alternatives = p.top_logprobs if p.top_logprobs > 1 else 0
+        if p.return_logprob or alternatives:
+            body["logprobs"] = alternatives
         answer = await self.server.post("/v1/completions", body, timeout=self.config.rollout_timeout)
         choice = answer["choices"][0]
         ids = choice["token_ids"] or []
@@ -71,6 +78,10 @@ class VLLMEngine(ServedEngine):
         error = f"vllm: finish_reason {choice['finish_reason']!r}" if reason == "error" else None
         stage = "raw" if is_greedy(p) else "sampled"
         output = GenerateOutput(request.request_id, ids, logprobs, [], reason, stage, error)
+        if alternatives:
+            output.top_logprobs = (
+                [_best(row, alternatives) for row in choice["logprobs"]["top_logprobs"]] if ids else []
+            )
         return checked(output, self.server.name) if p.return_logprob else output
 
     async def abort_all(self) -> None:
@@ -85,7 +96,24 @@ class VLLMEngine(ServedEngine):
     async def _on_workers(self, method: str, **kwargs: Any) -> None:
         await self.server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
 
+    async def release(self, tags: set[MemoryTag]) -> None:
+        """It cannot give back the cache alone: weights that shall stay wait in host memory."""
+        self._weights_wait = "weights" not in tags and "weights" not in self._asleep
+        await self.server.post(f"/sleep?level={1 if self._weights_wait else 2}", timeout=CALL_S)
+
+    async def resume(self, tags: set[MemoryTag]) -> None:
+        if self._weights_wait:
+            tags, self._weights_wait = tags | {"weights"}, False
+        await self.server.post(f"/wake_up?{'&'.join(f'tags={tag}' for tag in sorted(tags))}", timeout=CALL_S)
+
     async def forget_prefixes(self) -> None:
         answer = await self.server.post("/reset_prefix_cache", timeout=CALL_S)
         if not answer["success"]:
             raise ServerError(f"{self.server.name} keeps its prefix cache: requests are still running.")
+
+
+def _best(row: dict[str, float], count: int) -> list[tuple[int, float]]:
+    """Ids and log-probs, the first best. The token that was drawn comes along even where it is not among them; what a
+    truncation excludes has -9999."""
+    pairs = [(int(name.removeprefix("token_id:")), value) for name, value in row.items() if value > -9999]
+    return sorted(pairs, key=lambda pair: -pair[1])[:count]
