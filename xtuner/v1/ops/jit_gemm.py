@@ -15,7 +15,8 @@ _HEIGHT, _VECTORS = (8, 3) if LANES == 16 else (4, 2)
 PANEL = _VECTORS * LANES
 """Columns of a tile. Its sums keep two multipliers busy and leave registers for what they are made of."""
 _AHEAD = 32
-"""How many rows of a panel ahead of their use they are asked for: on the way from memory they take longest."""
+"""How many rows of a panel ahead of their use they are asked for. On the way from memory they take longest: the tiles
+behind a panel's first also ask for the next panel, so that it arrives while they compute."""
 
 _INT, _INT32, _BYTES = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
 _VECTOR, _SHORTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(16), LANES)
@@ -43,16 +44,17 @@ def _tile_of(height: int) -> Any:
     @intrinsic
     def tile(
         typing_context: Any, a: Any, a_at: Any, a_step: Any, depth: Any, b: Any, b_at: Any, bias: Any, bias_at: Any,
-        biased: Any, out: Any, out_at: Any, out_step: Any, columns: Any, rounds: Any,
+        biased: Any, out: Any, out_at: Any, out_step: Any, columns: Any, rounds: Any, wanted_at: Any,
     ) -> Any:  # fmt: skip
         """One tile of out = a b + bias, of which `columns` are written and the first `biased` have a bias.
 
         A place is that of the tile's first number in the array, a step leads to the next row. b is float32, or int16
         with the bits of bfloat16; with `rounds` results are rounded to such. The sums stay in registers over the whole
-        depth, which is at least 1; each begins with the bias and goes on in the order of the depth.
+        depth, which is at least 1; each begins with the bias and goes on in the order of the depth. From `wanted_at` on
+        b is asked for, a line a step.
         """
         n = types.int64
-        signature = types.void(a, n, n, n, b, n, bias, n, n, out, n, n, n, types.boolean)
+        signature = types.void(a, n, n, n, b, n, bias, n, n, out, n, n, n, types.boolean, n)
         return signature, lambda *arguments: _generate_tile(height, *arguments)
 
     return tile
@@ -75,6 +77,8 @@ def _generate_tile(height: int, context: Any, builder: ir.IRBuilder, signature: 
     a, b, bias, out = (pointer(argument) for argument in (0, 4, 6, 9))
     a_step, depth, biased, out_step, columns, rounds = (values[i] for i in (2, 3, 8, 11, 12, 13))
     half = signature.args[4].dtype == types.int16
+    line = 32 if half else 16
+    wanted = builder.gep(b, [builder.sub(values[14], values[5])])
     fma = function(f"llvm.fma.v{LANES}f32", _VECTOR, *[_VECTOR] * 3)
     masked = function(
         f"llvm.masked.load.v{LANES}f32.p0v{LANES}f32", _VECTOR, _VECTOR.as_pointer(), _INT32,
@@ -94,9 +98,9 @@ def _generate_tile(height: int, context: Any, builder: ir.IRBuilder, signature: 
     builder.position_at_end(loop)
     k, sums = builder.phi(_INT), [builder.phi(_VECTOR) for _ in tile]
     b_row = builder.gep(b, [builder.mul(k, _INT(PANEL))])
-    for line in range(0, PANEL, 32 if half else 16):
-        place = builder.bitcast(builder.gep(b_row, [_INT(_AHEAD * PANEL + line)]), _BYTES)
-        builder.call(prefetch, [place, _INT32(0), _INT32(2), _INT32(1)])
+    ahead = [builder.gep(b_row, [_INT(_AHEAD * PANEL + column)]) for column in range(0, PANEL, line)]
+    for place in (*ahead, builder.gep(wanted, [builder.mul(k, _INT(line))])):
+        builder.call(prefetch, [builder.bitcast(place, _BYTES), _INT32(0), _INT32(2), _INT32(1)])
     if half:
         shorts = [builder.load(vector(b_row, v, _SHORTS), align=2) for v in range(_VECTORS)]
         b_vectors = [emit_widened(builder, x) for x in shorts]
@@ -136,34 +140,35 @@ def matmul(first_panel, end_panel, rows, a, weight, layer, bias, out, rounds):
     float32, or int16 with the bits of bfloat16; bias [layers, N], or [layers, 0]. With `rounds` results are rounded to
     bfloat16. A number's bits depend on its own row and column alone.
     """
-    panels, depth, columns = weight.shape[1], weight.shape[2], out.shape[1]
+    panels, depth, a_step, out_step = weight.shape[1], weight.shape[2], a.shape[1], out.shape[1]
     for panel in range(first_panel, end_panel):
         at, c = (layer * panels + panel) * depth * PANEL, panel * PANEL
-        bias_at, biased = layer * bias.shape[1] + c, bias.shape[1] - c
-        i = 0
+        bias_at, biased, columns = layer * bias.shape[1] + c, bias.shape[1] - c, out_step - c
+        i, wanted = 0, at
         while i < rows:
-            a_at, out_at, left = i * a.shape[1], i * out.shape[1] + c, rows - i
+            a_at, out_at, left = i * a_step, i * out_step + c, rows - i
             if _HEIGHT == 8 and left >= 8:
                 _tile_8(
-                    a, a_at, a.shape[1], depth, weight, at, bias, bias_at, biased, out, out_at, out.shape[1],
-                    columns - c, rounds,
+                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                    wanted,
                 )  # fmt: skip
                 i += 8
             elif left >= 4:
                 _tile_4(
-                    a, a_at, a.shape[1], depth, weight, at, bias, bias_at, biased, out, out_at, out.shape[1],
-                    columns - c, rounds,
+                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                    wanted,
                 )  # fmt: skip
                 i += 4
             elif left >= 2:
                 _tile_2(
-                    a, a_at, a.shape[1], depth, weight, at, bias, bias_at, biased, out, out_at, out.shape[1],
-                    columns - c, rounds,
+                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                    wanted,
                 )  # fmt: skip
                 i += 2
             else:
                 _tile_1(
-                    a, a_at, a.shape[1], depth, weight, at, bias, bias_at, biased, out, out_at, out.shape[1],
-                    columns - c, rounds,
+                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                    wanted,
                 )  # fmt: skip
                 i += 1
+            wanted = at + depth * PANEL if wanted == at else wanted + depth * (64 // weight.itemsize)

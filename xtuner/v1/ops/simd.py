@@ -137,6 +137,20 @@ def store(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing_context: Any, array: Any, place: Any) -> Any:
+    """Let the line of this number come nearer; beyond the array's end nothing happens."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _INT, _INT, _INT])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        place = builder.bitcast(_place(context, builder, array, *values), ir.IntType(8).as_pointer())
+        builder.call(function, [place, _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@intrinsic
 def store_first(typing_context: Any, array: Any, start: Any, count: Any, value: Any) -> Any:
     """Write the first `count` numbers of a vector."""
 

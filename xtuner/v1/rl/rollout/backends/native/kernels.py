@@ -38,6 +38,7 @@ from xtuner.v1.ops.simd import (
     load,
     load_bfloat16,
     load_one,
+    prefetch,
     splat,
     store,
     store_bfloat16,
@@ -252,18 +253,30 @@ def _attend(share, shares, count, layer, m, cache, half, r):
 
 
 @part
+def _store_and_attend(share, shares, count, layer, m, w, cache, half, r):
+    """Of rows that are all of other sequences."""
+    _store(share, shares, count, layer, m, w, cache, half, r)
+    _attend(share, shares, count, layer, m, cache, half, r)
+
+
+@part
 def _cached(array, at):
     return load_bfloat16(array, at, _LANES) if array.itemsize == 2 else load(array, at)
 
 
 @part
 def _score(query, q_at, keys, at, dim, whole, scores, out):
-    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side."""
+    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side; keys of the next four are
+    asked for meanwhile: memory is what takes longest here."""
     step, p = dim * LANES, 0
     while p + 4 * LANES <= whole:
         s0 = s1 = s2 = s3 = splat(_ZERO)
         for d in range(dim):
             q, key = load_one(query, q_at + d), at + p * dim + d * LANES
+            prefetch(keys, key + 4 * step)
+            prefetch(keys, key + 5 * step)
+            prefetch(keys, key + 6 * step)
+            prefetch(keys, key + 7 * step)
             s0 = fma(q, _cached(keys, key), s0)
             s1 = fma(q, _cached(keys, key + step), s1)
             s2 = fma(q, _cached(keys, key + 2 * step), s2)
@@ -305,6 +318,8 @@ def _gather(weights, at, seen, values, v_at, dim, half, out, out_at):
             for p in range(seen):
                 weight, value = load_one(weights, at + p), v_at + p * dim + d
                 sums = sums + weight
+                prefetch(values, value + 16 * dim)
+                prefetch(values, value + 16 * dim + 2 * LANES)
                 v0 = fma(weight, _cached(values, value), v0)
                 v1 = fma(weight, _cached(values, value + LANES), v1)
                 v2 = fma(weight, _cached(values, value + 2 * LANES), v2)
@@ -340,23 +355,33 @@ def _swiglu(share, shares, count, inner, half, r):
 
 
 @part
+def _worth(count, threads, r):
+    """How many threads a pass over the hidden states is worth: to call others takes about as long as 30,000 numbers."""
+    return threads if count * r.hidden.shape[1] > 30_000 else 1
+
+
+@part
 def _forward(count, m, w, cache, r, fills_only, threads):
     """From `ids` at `positions` of their sequences to hidden states, still without what the last MLP adds.
 
-    fills_only: nobody wants the hidden states, so the last layer is done when its keys and values are stored.
+    fills_only: nobody wants the hidden states, so the last layer is done when its keys and values are stored. Else
+    every row is of another sequence.
     """
     half, layers = w.qkv.itemsize == 2, w.norm.shape[0]
-    shares = r.scores.shape[0]
-    run_blocks(_embed, shares, threads, (shares, count, w, r))
+    shares, some = r.scores.shape[0], _worth(count, threads, r)
+    run_blocks(_embed, shares, some, (shares, count, w, r))
     for layer in range(layers):
-        run_blocks(_norm, shares, threads, (shares, count, w.norm, layer, m.eps, layer > 0, half, r))
+        run_blocks(_norm, shares, some, (shares, count, w.norm, layer, m.eps, layer > 0, half, r))
         run_blocks(_product, shares, threads, (shares, count, r.normed, w.qkv, layer, w.qkv_bias, r.qkv, half))
-        run_blocks(_store, shares, threads, (shares, count, layer, m, w, cache, half, r))
-        if fills_only and layer == layers - 1:
-            return
-        run_blocks(_attend, shares, threads, (shares, count, layer, m, cache, half, r))
+        if fills_only:
+            run_blocks(_store, shares, threads, (shares, count, layer, m, w, cache, half, r))
+            if layer == layers - 1:
+                return
+            run_blocks(_attend, shares, threads, (shares, count, layer, m, cache, half, r))
+        else:
+            run_blocks(_store_and_attend, shares, threads, (shares, count, layer, m, w, cache, half, r))
         run_blocks(_product, shares, threads, (shares, count, r.attended, w.o, layer, w.o_bias, r.normed, half))
-        run_blocks(_norm, shares, threads, (shares, count, w.mlp_norm, layer, m.eps, _YES, half, r))
+        run_blocks(_norm, shares, some, (shares, count, w.mlp_norm, layer, m.eps, _YES, half, r))
         run_blocks(
             _product, shares, threads, (shares, count, r.normed, w.gate_up, layer, w.gate_up_bias, r.gate_up, half)
         )
@@ -367,8 +392,8 @@ def _forward(count, m, w, cache, r, fills_only, threads):
 @part
 def _head(count, m, w, r, threads):
     """Logits of what `_forward` left."""
-    half, shares = w.qkv.itemsize == 2, r.scores.shape[0]
-    run_blocks(_norm, shares, threads, (shares, count, w.last_norm, _FIRST, m.eps, _YES, half, r))
+    half, shares, some = w.qkv.itemsize == 2, r.scores.shape[0], _worth(count, threads, r)
+    run_blocks(_norm, shares, some, (shares, count, w.last_norm, _FIRST, m.eps, _YES, half, r))
     run_blocks(_product, shares, threads, (shares, count, r.normed, w.head, _FIRST, w.head_bias, r.logits, _NO))
 
 
