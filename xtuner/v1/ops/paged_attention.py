@@ -46,8 +46,9 @@ class PagedRows(NamedTuple):
         sequence = np.arange(len(lengths)).repeat(counts)
         first = (np.arange(counts.sum()) - (counts.cumsum() - counts)[sequence]) * TILE
         arrays = (tables, starts, before, np.stack((sequence, first), 1))
-        on_device = (torch.from_numpy(array.astype(np.int32, copy=False)).to(device) for array in arrays)
-        return cls(*on_device, list(zip(starts.tolist(), starts[1:].tolist(), before.tolist(), strict=False)))
+        spans = list(zip(starts.tolist(), starts[1:].tolist(), before.tolist(), strict=False))
+        tensors = [torch.from_numpy(array.astype(np.int32, copy=False)).to(device) for array in arrays]
+        return cls(tensors[0], tensors[1], tensors[2], tensors[3], spans)
 
 
 TILE = 64

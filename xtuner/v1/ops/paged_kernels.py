@@ -5,12 +5,12 @@ keys and of values (Kwon et al. 2023, arXiv 2309.06180). Pages of a layer may li
 [B, P] names the pages of each sequence in order.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .paged_attention import SharedPages
 
 _LOW = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two of them is no NaN
 
@@ -28,15 +28,6 @@ def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tenso
             PAGE=keys.shape[2], D=dim, DV=v.shape[2],
             BLOCK=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(v.shape[2]), num_warps=1,
         )  # fmt: skip
-
-
-class SharedPages(NamedTuple):
-    """Which sequences begin with the same pages, so that these are read once for all of them."""
-
-    members: Tensor
-    """int32 [G, M]: rows that share their first pages; -1 fills up. A row is in one place at most."""
-    pages: Tensor
-    """int32 [B]: how many pages each row shares with its group; 0: none."""
 
 
 def paged_attention(

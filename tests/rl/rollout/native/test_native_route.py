@@ -65,7 +65,7 @@ def _serve(runner, prompts, max_rows, max_tokens=9):
                 done += runner.prefill(scheduler, admitted, first)
             if scheduler.running and not done:
                 assert cache.grow(scheduler.rows()["length"])
-                done += runner.decode(scheduler, 1)
+                done += runner.begin_decode(scheduler, 1)()
             scheduler.release([slot for slot, _ in done], cache)
     return [(s.token_ids, s.logprobs) for s in sequences]
 

@@ -19,7 +19,7 @@ from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
 from .cache import Prompt
 from .draw_state import DrawState
 from .paged_cache import MEMBERS, PAGE, PagedCache, pages_of
-from .runner import Runner, draw, refuse_not_finite
+from .runner import draw, refuse_not_finite
 from .scheduler import Done, Scheduler
 
 MAX_STEPS = 8
@@ -122,7 +122,7 @@ class SlotState(DrawState):
         return True
 
 
-class PagedRunner(Runner):
+class PagedRunner:
     """Runs any model over pages, on any device.
 
     A step is captured once for each batch size of `batch_sizes`, with and without shared pages, and with and without

@@ -17,9 +17,12 @@ from .scheduler import Done, Scheduler
 class Runner(Protocol):
     """The model and its cache; takes the scheduler's sequences further."""
 
-    cache: Cache
     prefilled_rows: int
     """Rows that went through the model in prefills since the start."""
+
+    @property
+    def cache(self) -> Cache:
+        """Where the keys and values are."""
 
     def steps(self, scheduler: Scheduler) -> int:
         """How many tokens each sequence may get in the next `decode`."""
@@ -28,12 +31,8 @@ class Runner(Protocol):
         """Bring the rows [begin, end) of prompts into the cache. Members of those that are complete are in the slots
         from `first_slot` on; may already draw their next tokens."""
 
-    def decode(self, scheduler: Scheduler, steps: int) -> list[Done]:
-        """Draw up to `steps` tokens for every sequence."""
-        return self.begin_decode(scheduler, steps)()
-
     def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
-        """`decode` in two: what is returned waits for the device, and only then do the sequences change."""
+        """Draw up to `steps` tokens for every sequence. What is returned waits for the device, and takes them in."""
 
     def weights_changed(self) -> None:
         """The parameters of the model have other content."""
