@@ -1,23 +1,16 @@
 """One engine on several ranks of a machine: the first one decides, the others do the same steps."""
 
 import asyncio
-import threading
-import time
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
-from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
 from xtuner.v1.model.config import DenseModelConfig, TransformerConfig
@@ -28,16 +21,13 @@ from ..base import GenerateOutput, GenerateRequest, MemoryTag
 from .engine import NativeEngine
 from .requests import make_sequence
 from .scheduler import Sequence
-from .tp_channel import Channel, Message
+from .tp_channel import Message
 from .tp_model import CutDecoder
+from .tp_ranks import Ranks
 from .tp_weights import CutReceiver, CutWeights
 
-_COLLECTIVE_S = 300.0
-"""Longest wait for another rank inside a step; the first steps compile kernels."""
 _MEET_S = 300.0
-_WATCH_S = 5.0
-_ADDRESS_BYTES = 256
-_MESHES = count()
+"""Longest wait for the first rank to be told the same."""
 
 
 class TensorParallelEngine(NativeEngine):
@@ -57,26 +47,23 @@ class TensorParallelEngine(NativeEngine):
                 "deterministic=False."
             )
         self.num_ranks = num_ranks
-        self._channel: Channel | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._ranks: Ranks | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: list[list[Any]] = []
         """What has happened since the last message."""
-        self._inbox: deque[tuple[Channel, Message]] = deque()
+        self._inbox: deque[tuple[Ranks, Message]] = deque()
         self._meeting: str | None = None
         """The call that the first rank made, and that is to be made here before its next message is read."""
         self._called = asyncio.Event()
-        self._step_since: float | None = None
-        """When the step began that is being made."""
 
     @property
     def _leads(self) -> bool:
-        return self._channel is not None and self._channel.rank == 0
+        return self._ranks is not None and self._ranks.first
 
     @property
     def _broken(self) -> bool:
         """Whether the ranks go separate ways: each may still sleep and stop, and none serves before a new start."""
-        return "failure" in self._obstacle or self._channel is None
+        return "failure" in self._obstacle or self._ranks is None
 
     # ---- life, called on every rank ----
 
@@ -85,7 +72,8 @@ class TensorParallelEngine(NativeEngine):
         self._part()
         self._obstacle = {"start": "the engine was not started."}
         try:
-            self._join()
+            self._loop = asyncio.get_running_loop()
+            self._ranks = Ranks(self.num_ranks, self.device, self._receive, partial(self._on_loop, self._end_without))
             await super().start()
             self._receiver = CutReceiver(self._model)
             if self.device.type != "cuda":
@@ -126,13 +114,13 @@ class TensorParallelEngine(NativeEngine):
         if self._leads:
             await super().abort()
             if not self._broken:
-                with suppress(RuntimeError):  # a rank that is lost: `_on_lost` sees to it
+                with suppress(RuntimeError):  # a rank that is lost: `_end_without` sees to it
                     self._tell({})
 
     # ---- requests, on the first rank ----
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
-        if self._channel is not None and not self._leads:
+        if self._ranks is not None and not self._leads:
             return self._refusal(request, "this rank follows the first rank of its engine, which takes the requests.")
         return await super().generate(request)
 
@@ -153,27 +141,11 @@ class TensorParallelEngine(NativeEngine):
         super()._end_all(reason, error)
 
     def step(self) -> None:
-        assert self._channel is not None
+        assert self._ranks is not None
         if self._leads:
             self._tell({"step": self._standing()})
-        self._step_since = time.monotonic()
-        try:
+        with self._ranks.step():
             super().step()
-        except FloatingPointError as error:  # on all ranks
-            self._channel.fail(f"{type(error).__name__}: {error}")
-            raise
-        except Exception as error:
-            self._channel.fail(f"{type(error).__name__}: {error}")
-            self._channel.wait_lost(1.0)
-            self._raise_if_lost(error)
-            raise
-        finally:
-            self._step_since = None
-        self._raise_if_lost(None)
-
-    def _raise_if_lost(self, cause: Exception | None) -> None:
-        if self._channel is not None and (lost := self._channel.lost):
-            raise RuntimeError(lost) from cause
 
     def _standing(self) -> list[int]:
         """Differs between ranks that have not drawn the same tokens for the same sequences."""
@@ -184,10 +156,10 @@ class TensorParallelEngine(NativeEngine):
     # ---- what the first rank tells ----
 
     def _tell(self, message: Message, last: bool = False) -> None:
-        assert self._channel is not None
+        assert self._ranks is not None
         events, self._events = self._events, []
         if message or events:
-            self._channel.send(message | {"events": events}, last)
+            self._ranks.tell(message | {"events": events}, last)
 
     @asynccontextmanager
     async def _together(self, what: str) -> AsyncIterator[None]:
@@ -201,10 +173,10 @@ class TensorParallelEngine(NativeEngine):
 
     async def _meet(self, what: str) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._channel is not None and self._channel.lost is not None:
-            self._end_without(self._channel, self._channel.lost)
+        if self._ranks is not None and self._ranks.lost is not None:
+            self._end_without(self._ranks, self._ranks.lost)
         if self._leads and not self._broken:
-            with suppress(RuntimeError):  # a rank that is lost: `_on_lost` sees to it
+            with suppress(RuntimeError):  # a rank that is lost: `_end_without` sees to it
                 self._tell({"meet": what}, last=what == "stop")
             return
         self._read_inbox()
@@ -220,15 +192,15 @@ class TensorParallelEngine(NativeEngine):
             self._end_for(problem)
             raise RuntimeError(problem)
 
-    def _receive(self, channel: Channel, message: Message) -> None:
-        """On a thread of the channel."""
-        self._inbox.append((channel, message))
+    def _receive(self, ranks: Ranks, message: Message) -> None:
+        """On a thread of theirs."""
+        self._inbox.append((ranks, message))
         self._on_loop(self._read_inbox)
 
     def _read_inbox(self) -> None:
         while self._inbox and self._meeting is None:
-            channel, message = self._inbox.popleft()
-            if channel is not self._channel or self._broken:
+            ranks, message = self._inbox.popleft()
+            if ranks is not self._ranks or self._broken:
                 continue
             try:
                 for kind, *values in message["events"]:
@@ -266,91 +238,37 @@ class TensorParallelEngine(NativeEngine):
 
     # ---- the ranks ----
 
-    def _join(self) -> None:
-        """Find the other ranks; on all ranks of the process group at once."""
-        world, size = dist.get_world_size(), self.num_ranks
-        if world % size:
-            raise ValueError(f"engines of {size} ranks each do not fit {world} ranks; use a multiple of {size}.")
-        timeout = timedelta(seconds=_COLLECTIVE_S)
-        for first in range(0, world, size):
-            group = dist.new_group(list(range(first, first + size)), timeout=timeout)
-            if first <= dist.get_rank() < first + size:
-                self._group = group
-        self._loop = asyncio.get_running_loop()
-        self._channel = channel = Channel(dist.get_rank() % size, size)
-        channel.connect(self._from_first)
-        channel.watch(partial(self._receive, channel), partial(self._on_lost, channel))
-        threading.Thread(target=self._watch_steps, args=(channel,), name="engine-deadline", daemon=True).start()
-
     def _part(self) -> None:
         """Leave the other ranks."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        ranks, self._ranks = self._ranks, None
         for name in ("_model", "_runner", "_cache", "_weights", "_receiver"):
-            self.__dict__.pop(name, None)  # captured graphs keep NCCL's group from ending
-        self._leave_group()
+            self.__dict__.pop(name, None)  # captured steps among them
+        if ranks is not None:
+            ranks.leave()
         self._events.clear()
         self._inbox.clear()
         self._meeting = None
 
-    def _from_first(self, data: bytes) -> bytes:
-        """The bytes of the first rank, at most 255 of them."""
-        sent = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-        sent[0] = len(data)
-        sent[1 : len(data) + 1] = torch.tensor(list(data), dtype=torch.uint8)
-        sent = sent.to(self.device)
-        dist.broadcast(sent, group=self._group, group_src=0)
-        size, *received = sent.tolist()
-        return bytes(received[:size])
-
-    def _watch_steps(self, channel: Channel) -> None:
-        """Who hangs in a step without being dead is given up; captured collectives have no deadline of their own."""
-        while not channel.wait_lost(_WATCH_S) and channel is self._channel:
-            since = self._step_since
-            if since is not None and time.monotonic() - since > _COLLECTIVE_S:
-                channel.give_up(f"a step of this engine has not ended in {_COLLECTIVE_S:g} s: a rank hangs")
-
     def _end_for(self, reason: str) -> None:
-        """This rank can go on no further: neither can its neighbours."""
-        if self._channel is not None:
-            self._channel.fail(reason)
+        """This rank can go on no further."""
+        if self._ranks is not None:
+            self._ranks.give_up(reason)
+        self._break_down(reason)
+
+    def _end_without(self, ranks: Ranks, reason: str) -> None:
+        """Another rank can go on no further."""
+        if ranks is self._ranks and not self._broken:
+            get_logger().error(f"native engine: {reason}")
+            self._break_down(reason)
+
+    def _break_down(self, reason: str) -> None:
         self._obstacle.setdefault("failure", reason)
         if self._futures:
             self._end_all("error", reason)
         self._called.set()
-        self._abort_collectives()
-        if self.device.type == "cpu":
-            self._leave_group()
 
-    def _on_lost(self, channel: Channel, reason: str) -> None:
-        """On a thread of the channel."""
-        if channel is self._channel:
-            self._abort_collectives()  # the loop may wait in one
-            self._on_loop(self._end_without, channel, reason)
-
-    def _end_without(self, channel: Channel, reason: str) -> None:
-        if channel is not self._channel or self._broken:
-            return
-        get_logger().error(f"native engine: {reason}")
-        self._obstacle["failure"] = reason
-        if self._futures:
-            self._end_all("error", reason)
-        self._called.set()
-
-    def _abort_collectives(self) -> None:
-        """Let whoever waits for this rank, or on it, wait no longer: NCCL's by this, gloo's when the group is left."""
-        if self._group is not None and self.device.type == "cuda":
-            # It returns only when the last captured graph is gone.
-            threading.Thread(target=self._group.abort, name="engine-abort", daemon=True).start()
-
-    def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            with suppress(Exception):  # one that was aborted may be gone already
-                dist.destroy_process_group(group)
-
-    def _on_loop(self, function: Any, *args: Any) -> None:
+    def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        """From another thread."""
         assert self._loop is not None
         with suppress(RuntimeError):  # a loop that is closed: the next call on another one looks by itself
             self._loop.call_soon_threadsafe(function, *args)
@@ -360,12 +278,9 @@ class TensorParallelEngine(NativeEngine):
     def _build_model(self, config: TransformerConfig) -> CutDecoder:
         if problems := split_problems(config, self.num_ranks, sp_size=1, tp_name="tensor_parallel_size"):
             raise ValueError(" ".join(problems))
-        assert isinstance(config, DenseModelConfig) and self._group is not None
-        # DTensor takes meshes of equal names and ranks for one another, also when the group of one has ended.
-        name = f"engine.{next(_MESHES)}"
-        mesh = DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=(name,))
+        assert isinstance(config, DenseModelConfig) and self._ranks is not None
         with torch.device("meta"):
-            model = CutDecoder(config, self.dtype, mesh)
+            model = CutDecoder(config, self.dtype, self._ranks.mesh())
         return model if self.device.type == "cuda" else model.to_empty(device=self.device)
 
     def _gpu_cache_bytes(self) -> int:
@@ -375,11 +290,9 @@ class TensorParallelEngine(NativeEngine):
             own = super()._gpu_cache_bytes()
         except RuntimeError as error:
             problem = error  # the others must not wait for this rank
-        least: Tensor = torch.tensor(own, device=self.device)
-        if not self._broken:
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        least = own if self._ranks is None else self._ranks.least(own)
         if problem is None and not least:
             problem = RuntimeError("another rank of this engine has no memory left for the cache; its error says more.")
         if problem is not None:
             raise problem
-        return int(least)
+        return least
