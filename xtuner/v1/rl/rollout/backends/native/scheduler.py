@@ -167,10 +167,12 @@ class Scheduler:
         decode step of all, and siblings that come in one by one do not share all of their prompt."""
         few = min(len(self.waiting), max(1, len(self.running) // _ADMISSIONS))
         batch = len(self.running) + few
-        if not self.running:
-            return False
-        lengths = [sequence.length for sequence in islice(self.waiting, few)]
-        return batch > self.max_batch_size or not cache.fits(lengths, batch, max(*lengths, self._max_length))
+        if not self.running or batch > self.max_batch_size:
+            return bool(self.running)
+        # Siblings need their pages once; who ends alike is taken for one.
+        different = {(s.length, *s.request.prompt_ids[-4:]): s.length for s in islice(self.waiting, few)}
+        lengths = list(different.values())
+        return not cache.fits(lengths, batch, max(*lengths, self._max_length))
 
     def put_back(self, cache: Cache) -> None:
         """The prompt that is coming in waits again, with what it has in the cache at the mercy of others."""
