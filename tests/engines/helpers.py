@@ -141,3 +141,10 @@ def running(pids: set[int]) -> set[int]:
         if state != "Z":
             there.add(pid)
     return there
+
+
+def shared_memory(pids: set[int]) -> set[str]:
+    """Files of shared memory that processes have in use."""
+    lines = [line for pid in running(pids) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    paths = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
+    return {path for path in paths if not path.endswith(" (deleted)")}

@@ -28,6 +28,7 @@ from .helpers import (
     prompt,
     request,
     running,
+    shared_memory,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -274,11 +275,11 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_last_lines(engines):
 
 def test_stop_leaves_nothing(engines, engine):
     pids, home = descendants(engine.server.pid), engine.server.home
-    shared = set(os.listdir("/dev/shm"))
-    assert len(pids) > 2 and home.is_dir()
+    shared = shared_memory(pids)
+    assert len(pids) > 2 and home.is_dir() and shared
     engines.run(engine.stop())
     assert running(pids) == set() and not home.exists()
-    assert not {name for name in shared & set(os.listdir("/dev/shm")) if name.startswith(("psm_", "sglang"))}
+    assert not [path for path in shared if Path(path).exists()]
     (output,) = engines.generate(engine, request())
     assert "the engine was stopped" in (output.error or "")
 

@@ -19,6 +19,10 @@ child = subprocess.Popen(
     [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"],
     start_new_session=True,
 )
+import mmap
+shared = open(f"/dev/shm/xtuner-test-{os.getpid()}", "w+b")
+shared.truncate(4096)
+mapped = mmap.mmap(shared.fileno(), 4096)
 if "fail" in sys.argv:
     print("out of memory: buy more", flush=True)
     sys.exit(3)
@@ -41,6 +45,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 print("serving with", os.environ["KEY"], flush=True)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_stays():
+    """A program that is killed in its first two seconds leaves some."""
+    yield
+    for path in Path("/dev/shm").glob("xtuner-test-*"):
+        path.unlink(missing_ok=True)
 
 
 def make(tmp_path: Path) -> EngineServer:
@@ -84,6 +96,7 @@ def test_stop_leaves_neither_process_nor_folder(tmp_path):
 
     facts, home = asyncio.run(life())
     assert gone(facts["pid"], facts["child"]) and not home.exists() and not server.alive
+    assert not Path(f"/dev/shm/xtuner-test-{facts['pid']}").exists()
     log = (tmp_path / "logs" / "engine.log").read_text()
     assert server.key in log and server.key not in server.last_lines()  # a program may print it; messages do not
 
@@ -93,6 +106,7 @@ def test_a_server_that_dies_takes_its_processes_along_says_so_and_comes_back_in_
 
     async def life():
         first = await start(server)
+        await asyncio.sleep(2.5)  # until the supervisor has seen its shared memory
         kept = server.home / "weights"
         kept.mkdir()
         with pytest.raises(ServerDied, match=r"(?s)the server died \(exit code 137, SIGKILL\).*serving with \(key\)"):
@@ -101,6 +115,7 @@ def test_a_server_that_dies_takes_its_processes_along_says_so_and_comes_back_in_
         with pytest.raises(ServerDied, match="is not running"):
             await server.post("/facts")
         assert gone(first["pid"], first["child"])
+        assert not Path(f"/dev/shm/xtuner-test-{first['pid']}").exists()
         second = await start(server)
         assert kept.is_dir() and second["cwd"] == first["cwd"] and second["pid"] != first["pid"]
         for pid in (second["pid"], second["child"]):
