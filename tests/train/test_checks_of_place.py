@@ -19,6 +19,13 @@ def problems_of(model: Path, folder: Path, **changes) -> str:
 
 def test_an_engine_that_cannot_be_had_is_a_problem(model, tmp_path):
     assert "'sglang' is" in problems_of(model, tmp_path, rollout={"backend": "sglang"})
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.32.0\n")
+    python.chmod(0o755)
+    there = {"backend": "vllm", "extra_rollout_config": {"vllm_python": str(python)}}
+    assert problems_of(model, tmp_path, rollout=there) == ""
+    problem = problems_of(model, tmp_path, rollout=there, worker={"update_weight_checksum": True})
+    assert "update_weight_checksum=True: the weights of vllm cannot be read back; leave it False" in problem
     assert "context_length=513 exceeds max_position_embeddings=512" in problems_of(
         model, tmp_path, rollout={"context_length": 513}
     )

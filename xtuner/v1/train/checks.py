@@ -120,7 +120,12 @@ def _check_engine(cfg: "RLColocateTrainerConfig") -> list[str]:
     broken = _check_model(cfg, "rollout_config.model_path", rollout.model_path)
     problems = broken if Path(rollout.model_path) != Path(cfg.load_from) else []  # said of load_from already
     try:
-        _ = rollout.resolve_backend() if broken else rollout.resolve(cfg.resources.device)
+        backend = rollout.resolve_backend() if broken else rollout.resolve(cfg.resources.device).backend
+        if backend != "native" and cfg.train_worker_cfg.update_weight_checksum:
+            problems.append(
+                f"train_worker_cfg.update_weight_checksum=True: the weights of {backend} cannot be read back; leave it "
+                "False."
+            )
         if not broken:
             read_eos_ids(rollout.model_path)
     except (ValueError, RuntimeError) as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import weight_views
 from xtuner.v1.model.hf_config import get_model_config_from_hf
-from xtuner.v1.rl.weight_update import Inventory, write_weights
+from xtuner.v1.rl.weight_update import Inventory, WeightUpdateError, write_weights
 from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
@@ -208,7 +208,11 @@ class ServedEngine(ABC):
         """The buckets, every one checked; raises WeightUpdateError at the end if they are not a whole set."""
         inventory = Inventory(self._expected)
         for bucket in buckets:
-            inventory.take(WeightBucket(bucket.tensors, bucket.dtype))
+            if bucket.checksums is not None:
+                raise WeightUpdateError(
+                    f"update_weight_checksum=True: the weights of {self.name} cannot be read back; leave it False."
+                )
+            inventory.take(bucket)
             yield bucket
         inventory.check()
 
