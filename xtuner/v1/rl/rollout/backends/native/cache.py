@@ -28,6 +28,8 @@ class Prompt:
     """Of each full page, if the cache keeps prefixes."""
     rooms: int = 0
     """Members that have room, if the cache has no pages."""
+    source: int = 0
+    """The row whose first `stored` tokens are the prompt's, if there are any and the cache has no pages."""
 
     @property
     def complete(self) -> bool:

@@ -12,6 +12,8 @@ from .cache import Cache, Prompt
 _LENGTH_STEP = 16
 """Rows have a multiple of this many places, so that the kernels read whole vectors."""
 _GROWTH_STEP = 64
+_WORTH_KEEPING = 16
+"""Tokens that must be there of a prompt's beginning to go on from them."""
 _HEADROOM = 64
 """Tokens of growth that must fit beside the current ones before one more sequence comes in."""
 
@@ -25,7 +27,8 @@ class KernelCache(Cache):
     """Storage of rows times length tokens: grows on demand up to the budget, and stays until `free`.
 
     Slots point to rows, so that a sequence changes its slot without a copy. A prompt that comes in over several steps
-    has a row that no slot in use points to.
+    has a row that no slot in use points to. A row keeps what it holds until another sequence needs it: a prompt that
+    begins so goes on there, or copies it from who runs there.
     """
 
     def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
@@ -38,7 +41,8 @@ class KernelCache(Cache):
         self.max_rows = self.running = 0
         self._partial: Prompt | None = None
         """The prompt that is there in part, in a row of its own."""
-        self._row = 0
+        self.partial_row = 0
+        """Where it is."""
         self.free()
 
     def set_budget(self, num_bytes: int) -> None:
@@ -57,14 +61,36 @@ class KernelCache(Cache):
         self.slots = self.length = 0
         self.arrays = self._allocate(0, 0)
         self.place_of = np.arange(self.max_slots)
-        """int64 [slots]: where each slot's sequence is."""
+        """int64 [slots]: the row of each slot."""
+        self._held = np.zeros((0, 0), np.int32)
+        """[rows, length]: the ids whose keys and values a row holds, -1 behind them."""
+        self._copies: list[tuple[int, int, int]] = []
+        """From which row to which, and how many tokens: to be done before the next rows go through the model."""
+        self._seated: list[tuple[int, Prompt]] = []
+        """First slots and prompts whose rows will hold them from then on."""
+
+    def forget(self) -> None:
+        self._held[:] = -1
+
+    # ---- prompts ----
 
     def fits(self, lengths: list[int], batch: int, longest: int) -> bool:
         return batch == 1 or self._within_budget(batch, min(longest + _HEADROOM, self.max_length))
 
     def open(self, prompt: Prompt, batch: int, longest: int) -> bool:
+        if not self.fits([prompt.ids.size], batch, longest):
+            return False
         prompt.rooms = 1
-        return self.fits([prompt.ids.size], batch, longest)
+        # A step feeds the last token.
+        wanted = prompt.ids[:-1][: self.length]
+        same = np.zeros((self.slots, wanted.size + 1), np.bool_)
+        same[:, :-1] = self._held[:, : wanted.size] == wanted
+        lengths = same.argmin(1)
+        if lengths.max(initial=0) >= _WORTH_KEEPING:
+            prompt.source = int(lengths.argmax())
+            prompt.begin = prompt.stored = int(lengths[prompt.source])
+            self.hits += prompt.begin
+        return True
 
     def join(self, prompt: Prompt, batch: int, longest: int) -> bool:
         if not self.fits([prompt.ids.size], batch, longest):
@@ -75,33 +101,72 @@ class KernelCache(Cache):
     def seat(self, prompt: Prompt) -> None:
         if prompt is self._partial:
             self._partial = None
-            other = int(np.flatnonzero(self.place_of == self._row)[0])
-            self.place_of[[self.running, other]] = self.place_of[[other, self.running]]
+            self._swap(self.running, self.partial_row)
+        else:
+            self._settle(prompt)
+        self._seated.append((self.running, prompt))
         self.running += len(prompt.members)
+
+    def hold(self, prompt: Prompt) -> None:
+        """Give a prompt that is not complete a row until it is."""
+        self._settle(prompt)
+        self._partial, self.partial_row = prompt, int(self.place_of[self.running])
+        self._hold(self.partial_row, prompt.ids[:0])
+
+    def holds(self, prompt: Prompt) -> bool:
+        """Whether this prompt is there in part."""
+        return prompt is self._partial
 
     def leave(self, prompt: Prompt) -> None:
         prompt.rooms -= 1
         if prompt is self._partial and not prompt.rooms:
             self._partial = None
 
-    def row_of(self, prompt: Prompt) -> int:
-        """Where a prompt is that is not complete, until it is."""
-        if self._partial is None:
-            self._partial, self._row = prompt, int(self.place_of[self.running])
-        return self._row
+    def _settle(self, prompt: Prompt) -> None:
+        """Let the next slot have the row that the prompt's beginning is in, or a copy of it if others run there."""
+        if prompt.stored:
+            if prompt.source in self.place_of[: self.running]:
+                self._copies.append((prompt.source, int(self.place_of[self.running]), prompt.stored))
+            else:
+                self._swap(self.running, prompt.source)
+
+    def _swap(self, slot: int, row: int) -> None:
+        """Let a slot have a row, and who had it the slot's."""
+        other = int(np.flatnonzero(self.place_of == row)[0])
+        self.place_of[[slot, other]] = self.place_of[[other, slot]]
+
+    def _hold(self, row: int, ids: np.ndarray) -> None:
+        self._held[row] = -1
+        self._held[row, : ids.size] = ids
+
+    def take_over(self) -> None:
+        """Copy what `seat` and `hold` found elsewhere. All is read before anything is written: a row may be both."""
+        for first, prompt in self._seated:
+            for slot in range(first, first + len(prompt.members)):
+                self._hold(int(self.place_of[slot]), prompt.ids[:-1])
+        self._seated.clear()
+        if self._copies:
+            sources, targets, lengths = np.array(self._copies).T
+            most = int(lengths.max())
+            panels = -(-most // LANES)
+            self.arrays.keys[targets, :, :, :panels] = self.arrays.keys[sources, :, :, :panels]
+            self.arrays.values[targets, :, :, :most] = self.arrays.values[sources, :, :, :most]
+            self._copies.clear()
+
+    # ---- running sequences ----
 
     def grow(self, lengths: np.ndarray) -> bool:
-        return self.reserve(len(lengths), min(int(lengths.max()), self.max_length), live=len(lengths))
+        return self.reserve(len(lengths), min(int(lengths.max()), self.max_length))
 
     def release(self, slots: list[int], sources: list[int], targets: list[int], ids: list[np.ndarray]) -> None:
+        for slot, held in zip(slots, ids, strict=True):
+            self._hold(int(self.place_of[slot]), held)
         self.place_of[targets + sources] = self.place_of[sources + targets]
         self.running -= len(slots)
 
-    def reserve(self, slots: int, length: int, live: int) -> bool:
+    def reserve(self, slots: int, length: int) -> bool:
         """Make room for `slots` sequences of `length` tokens, beside the prompt that is there in part; False if the
-        budget does not allow it.
-
-        The first `live` slots keep their content, and that prompt.
+        budget does not allow it. Who runs and that prompt keep what they have.
         """
         if self._partial is not None:
             slots, length = slots + self._partial.rooms, max(length, self._partial.ids.size)
@@ -117,20 +182,29 @@ class KernelCache(Cache):
             long = min(long, round_up(self.max_length, _LENGTH_STEP))
         if wide * long > self.max_rows:
             wide, long = slots, round_up(length, _LENGTH_STEP)
-        self._resize(wide, long, live)
+        self._resize(wide, long)
         return True
 
     def _within_budget(self, slots: int, length: int) -> bool:
         return slots * round_up(length, _LENGTH_STEP) <= self.max_rows
 
-    def _resize(self, slots: int, length: int, live: int) -> None:
-        old, self.arrays = self.arrays, self._allocate(slots, length)
-        kept, rows = min(length, self.length), self.place_of[:live].tolist()
-        if self._partial is not None:
-            rows, self._row = [*rows, self._row], live
-        self.arrays.keys[: len(rows), :, :, : kept // LANES] = old.keys[rows, :, :, : kept // LANES]
-        self.arrays.values[: len(rows), :, :, :kept] = old.values[rows, :, :, :kept]
-        self.place_of = np.arange(self.max_slots)
+    def _resize(self, slots: int, length: int) -> None:
+        old, held, kept = self.arrays, self._held, min(length, self.length)
+        self.arrays, self._held = self._allocate(slots, length), np.full((slots, length), -1, np.int32)
+        rows = new_rows = np.arange(self.slots)
+        if slots < self.slots:
+            # Rows that nobody needs go; the others move together.
+            needed = np.append(self.place_of[: self.running], [self.partial_row] * (self._partial is not None))
+            needed = needed.astype(np.int64)
+            rows, new = needed[needed < self.slots], np.zeros(self.max_slots, np.int64)
+            new[needed] = np.arange(needed.size)
+            running = new[self.place_of[: self.running]]
+            self.place_of = np.append(running, np.setdiff1d(np.arange(self.max_slots), running))
+            new_rows, self.partial_row = new[rows], int(new[self.partial_row])
+            self._copies = [(int(new[source]), int(new[target]), n) for source, target, n in self._copies]
+        self.arrays.keys[new_rows, :, :, : kept // LANES] = old.keys[rows, :, :, : kept // LANES]
+        self.arrays.values[new_rows, :, :, :kept] = old.values[rows, :, :, :kept]
+        self._held[new_rows, :kept] = held[rows, :kept]
         self.slots, self.length = slots, length
 
     def _allocate(self, rows: int, length: int) -> kernels.Cache:

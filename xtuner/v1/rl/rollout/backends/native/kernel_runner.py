@@ -118,14 +118,14 @@ class KernelRunner:
         self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int
     ) -> tuple[list[int], list[list[tuple[int, int, int]]]]:
         """Where each prompt goes, and what to copy from there for its siblings: from, to, how many tokens."""
-        slots, length = len(scheduler.running), scheduler.max_length
-        live = first_slot + sum(prompt.begin > 0 and prompt.complete for prompt in prompts)
-        cut = [prompt for prompt in prompts if not prompt.complete and prompt.begin == 0]
-        self.cache.reserve(
-            slots + sum(p.rooms for p in cut), max([length, *(p.ids.size for p in cut)]), live=live
-        )  # fmt: skip
+        cut = [prompt for prompt in prompts if not prompt.complete and not self.cache.holds(prompt)]
+        length = max([scheduler.max_length, *(prompt.ids.size for prompt in cut)])
+        self.cache.reserve(len(scheduler.running) + sum(prompt.rooms for prompt in cut), length)
+        for prompt in cut:
+            self.cache.hold(prompt)
+        self.cache.take_over()
         rows = iter(self.cache.place_of[first_slot:].tolist())
-        of_members = [list(islice(rows, len(p.members))) if p.complete else [self.cache.row_of(p)] for p in prompts]
+        of_members = [list(islice(rows, len(p.members))) if p.complete else [self.cache.partial_row] for p in prompts]
         copies = [[(own[0], to, p.ids.size - 1) for to in own[1:]] for own, p in zip(of_members, prompts, strict=True)]
         return [own[0] for own in of_members], copies
 
