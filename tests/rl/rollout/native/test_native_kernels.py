@@ -64,7 +64,7 @@ def _runner(model, prompts, threads=1, **params):
     runner.cache.set_budget(10**11)
     for i, ids in enumerate(prompts):
         scheduler.add(make_sequence(GenerateRequest(i, ids.tolist(), SampleParams(**params), i), limits))
-    assert runner.cache.reserve(len(prompts), max(map(len, prompts)) + 40, live=0)
+    assert runner.cache.reserve(len(prompts), max(map(len, prompts)) + 40)
     admitted = scheduler.admit(runner.cache, 10**6)
     assert runner.prefill(scheduler, admitted, 0) == []
     return runner, scheduler

@@ -103,15 +103,17 @@ def test_rows_of_storage_keep_their_content_whoever_comes_and_goes(model_path):
     for step in range(1, 600):
         live, kind = len(owners), rng.random()
         if partial is None and kind < 0.2 and live < 13:
-            partial, mark = Prompt(np.zeros(rng.integers(2, 250), np.int32), [None] * int(rng.integers(1, 3))), step
+            partial, mark = Prompt(np.full(rng.integers(2, 250), step, np.int32), [None] * int(rng.integers(1, 3))), step
             assert cache.open(partial, live + 1, 250)
             for _ in partial.members[1:]:
                 assert cache.join(partial, live + 2, 250)
-            assert cache.reserve(live + partial.rooms, partial.ids.size, live=live)
-            cache.arrays.values[cache.row_of(partial)] = mark
+            assert cache.reserve(live + partial.rooms, partial.ids.size)
+            cache.hold(partial)
+            cache.arrays.values[cache.partial_row] = mark
         elif partial is not None and kind < 0.2:
             cache.seat(partial)
-            assert cache.reserve(cache.running, 2, live=live + 1)
+            assert cache.reserve(cache.running, 2)
+            cache.take_over()
             for slot in range(live + 1, cache.running):
                 cache.arrays.values[cache.place_of[slot]] = mark
             owners += [mark] * len(partial.members)
@@ -124,7 +126,7 @@ def test_rows_of_storage_keep_their_content_whoever_comes_and_goes(model_path):
             gone = sorted(rng.choice(live, int(rng.integers(1, live + 1)), replace=False).tolist())
             targets = [slot for slot in gone if slot < live - len(gone)]
             sources = [slot for slot in range(live - len(gone), live) if slot not in gone]
-            cache.release(gone, sources, targets, [])
+            cache.release(gone, sources, targets, [np.zeros(0, np.int32)] * len(gone))
             for source, target in zip(sources, targets, strict=True):
                 owners[target] = owners[source]
             del owners[live - len(gone) :]
@@ -132,7 +134,7 @@ def test_rows_of_storage_keep_their_content_whoever_comes_and_goes(model_path):
             assert cache.grow(np.full(live, int(rng.integers(2, 250))))
         held = [cache.arrays.values[cache.place_of[slot], 0, 0, 0, 0] for slot in range(len(owners))]
         assert held == owners and cache.running == len(owners)
-        assert partial is None or cache.arrays.values[cache.row_of(partial), 0, 0, 0, 0] == mark
+        assert partial is None or cache.arrays.values[cache.partial_row, 0, 0, 0, 0] == mark
 
 
 def test_a_full_batch_is_renewed_in_parts_not_one_by_one():
