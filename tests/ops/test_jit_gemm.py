@@ -7,12 +7,13 @@ import torch
 pytest.importorskip("numba")
 
 from xtuner.v1.ops.jit import kernel  # noqa: E402
-from xtuner.v1.ops.jit_gemm import PANEL, matmul, num_panels, pack  # noqa: E402
+from xtuner.v1.ops.jit_gemm import PANEL, multiply_panel, pack  # noqa: E402
 
 
 @kernel
 def _product(a, weight, layer, bias, out, rounds):
-    matmul(0, weight.shape[1], a.shape[0], a, weight, layer, bias, out, rounds)
+    for panel in range(weight.shape[1]):
+        multiply_panel(panel, 1, a.shape[0], a, weight, layer, bias, out, rounds)
 
 
 def _packed(weights: torch.Tensor) -> np.ndarray:

@@ -16,7 +16,7 @@ from .cpu import array, copied
 from .cpu_attention import CpuAttention
 from .cpu_logprob import row_statistics as exact_row_statistics
 from .jit import kernel, part
-from .jit_gemm import matmul, pack
+from .jit_gemm import multiply_panel, pack
 from .paged_attention import PagedRows, SharedPages, attend_rows, paged_attention
 from .threads import num_threads, run_blocks
 
@@ -24,9 +24,6 @@ __all__ = [
     "ExactPackedAttention", "exact_attend_rows", "exact_head_logits", "exact_linear", "exact_paged_attention",
     "exact_row_statistics",
 ]  # fmt: skip
-
-_SHARES = 4
-"""Pieces a thread that the panels are cut into."""
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -127,12 +124,9 @@ def _bits(packed: Tensor) -> np.ndarray:
 
 @kernel
 def _product(a, weight, bias, out, threads):
-    shares = min(weight.shape[1], threads * _SHARES)
-    run_blocks(_product_block, shares, threads, (shares, a, weight, bias, out))
+    run_blocks(_product_block, weight.shape[1], threads, (threads, a, weight, bias, out))
 
 
 @part
-def _product_block(block, shares, a, weight, bias, out):
-    panels = weight.shape[1]
-    for panel in range(block * panels // shares, (block + 1) * panels // shares):
-        matmul(panel, panel + 1, a.shape[0], a, weight, 0, bias, out, False)
+def _product_block(panel, threads, a, weight, bias, out):
+    multiply_panel(panel, threads, a.shape[0], a, weight, 0, bias, out, False)

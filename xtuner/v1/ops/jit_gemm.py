@@ -133,42 +133,42 @@ _tile_8, _tile_4, _tile_2, _tile_1 = (_tile_of(height) for height in (8, 4, 2, 1
 
 
 @part
-def matmul(first_panel, end_panel, rows, a, weight, layer, bias, out, rounds):
-    """Columns of some panels of out[:rows] = a[:rows, :K] times one layer of packed weights, plus bias.
+def multiply_panel(panel, threads, rows, a, weight, layer, bias, out, rounds):
+    """The columns of a panel of out[:rows] = a[:rows, :K] times one layer of packed weights, plus bias.
 
     a and out are contiguous matrices, out as wide as the weights are long; weight [layers, panels, K, PANEL] is
     float32, or int16 with the bits of bfloat16; bias [layers, N], or [layers, 0]. With `rounds` results are rounded to
-    bfloat16. A number's bits depend on its own row and column alone.
+    bfloat16. A number's bits depend on its own row and column alone. `threads` take panels in turn.
     """
     panels, depth, a_step, out_step = weight.shape[1], weight.shape[2], a.shape[1], out.shape[1]
-    for panel in range(first_panel, end_panel):
-        at, c = (layer * panels + panel) * depth * PANEL, panel * PANEL
-        bias_at, biased, columns = layer * bias.shape[1] + c, bias.shape[1] - c, out_step - c
-        i, wanted = 0, at
-        while i < rows:
-            a_at, out_at, left = i * a_step, i * out_step + c, rows - i
-            if _HEIGHT == 8 and left >= 8:
-                _tile_8(
-                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
-                    wanted,
-                )  # fmt: skip
-                i += 8
-            elif left >= 4:
-                _tile_4(
-                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
-                    wanted,
-                )  # fmt: skip
-                i += 4
-            elif left >= 2:
-                _tile_2(
-                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
-                    wanted,
-                )  # fmt: skip
-                i += 2
-            else:
-                _tile_1(
-                    a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
-                    wanted,
-                )  # fmt: skip
-                i += 1
-            wanted = at + depth * PANEL if wanted == at else wanted + depth * (64 // weight.itemsize)
+    at, c = (layer * panels + panel) * depth * PANEL, panel * PANEL
+    bias_at, biased, columns = layer * bias.shape[1] + c, bias.shape[1] - c, out_step - c
+    i, wanted = 0, at
+    while i < rows:
+        a_at, out_at, left = i * a_step, i * out_step + c, rows - i
+        if _HEIGHT == 8 and left >= 8:
+            _tile_8(
+                a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                wanted,
+            )  # fmt: skip
+            i += 8
+        elif left >= 4:
+            _tile_4(
+                a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                wanted,
+            )  # fmt: skip
+            i += 4
+        elif left >= 2:
+            _tile_2(
+                a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                wanted,
+            )  # fmt: skip
+            i += 2
+        else:
+            _tile_1(
+                a, a_at, a_step, depth, weight, at, bias, bias_at, biased, out, out_at, out_step, columns, rounds,
+                wanted,
+            )  # fmt: skip
+            i += 1
+        of_next = at + threads * depth * PANEL
+        wanted = of_next if wanted == at else wanted + depth * (64 // weight.itemsize)

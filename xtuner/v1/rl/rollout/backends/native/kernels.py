@@ -26,7 +26,7 @@ from xtuner.v1.ops.cpu_rows import (
     weights_of_row,
 )  # fmt: skip
 from xtuner.v1.ops.jit import kernel, part, scalar
-from xtuner.v1.ops.jit_gemm import matmul
+from xtuner.v1.ops.jit_gemm import multiply_panel
 from xtuner.v1.ops.simd import (
     LANES,
     bfloat16_bits,
@@ -191,12 +191,6 @@ def _norm(share, shares, count, weight, layer, eps, add, half, r):
 
 
 @part
-def _product(share, shares, count, a, weight, layer, bias, out, half):
-    panels = weight.shape[1]
-    matmul(share * panels // shares, (share + 1) * panels // shares, count, a, weight, layer, bias, out, half)
-
-
-@part
 def _store(share, shares, count, layer, m, w, cache, half, r):
     """Rotate queries, which then get the scale of attention, and keys; put keys and values into the cache."""
     _, layers, _, length, dim = cache.values.shape
@@ -247,7 +241,8 @@ def _attend(share, shares, count, layer, m, cache, half, r):
         for head in range(m.q_heads):
             at = ((r.places[i] * layers + layer) * m.kv_heads + head // group) * length * dim
             scores = (share * group + head % group) * r.scores.shape[2]
-            _score(r.qkv, i * r.qkv.shape[1] + head * dim, cache.keys, at, dim, _up(seen, LANES), r.scores, scores)
+            query = i * r.qkv.shape[1] + head * dim
+            _score(r.qkv, query, cache.keys, cache.values, at, dim, _up(seen, LANES), r.scores, scores)
             _weigh(r.scores, scores, seen)
             _gather(r.scores, scores, seen, cache.values, at, dim, half, r.attended, (i * m.q_heads + head) * dim)
 
@@ -265,9 +260,9 @@ def _cached(array, at):
 
 
 @part
-def _score(query, q_at, keys, at, dim, whole, scores, out):
-    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side; keys of the next four are
-    asked for meanwhile: memory is what takes longest here."""
+def _score(query, q_at, keys, values, at, dim, whole, scores, out):
+    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side. Memory is what takes longest
+    here: the next keys, and the values that these will be followed by, are asked for meanwhile."""
     step, p = dim * LANES, 0
     while p + 4 * LANES <= whole:
         s0 = s1 = s2 = s3 = splat(_ZERO)
@@ -277,6 +272,8 @@ def _score(query, q_at, keys, at, dim, whole, scores, out):
             prefetch(keys, key + 5 * step)
             prefetch(keys, key + 6 * step)
             prefetch(keys, key + 7 * step)
+            prefetch(values, at + (p + d) * dim)
+            prefetch(values, at + (p + d) * dim + dim // 2)
             s0 = fma(q, _cached(keys, key), s0)
             s1 = fma(q, _cached(keys, key + step), s1)
             s2 = fma(q, _cached(keys, key + 2 * step), s2)
@@ -355,6 +352,11 @@ def _swiglu(share, shares, count, inner, half, r):
 
 
 @part
+def _multiply(count, a, weight, layer, bias, out, half, threads):
+    run_blocks(multiply_panel, weight.shape[1], threads, (threads, count, a, weight, layer, bias, out, half))
+
+
+@part
 def _worth(count, threads, r):
     """How many threads a pass over the hidden states is worth: to call others takes about as long as 30,000 numbers."""
     return threads if count * r.hidden.shape[1] > 30_000 else 1
@@ -372,7 +374,7 @@ def _forward(count, m, w, cache, r, fills_only, threads):
     run_blocks(_embed, shares, some, (shares, count, w, r))
     for layer in range(layers):
         run_blocks(_norm, shares, some, (shares, count, w.norm, layer, m.eps, layer > 0, half, r))
-        run_blocks(_product, shares, threads, (shares, count, r.normed, w.qkv, layer, w.qkv_bias, r.qkv, half))
+        _multiply(count, r.normed, w.qkv, layer, w.qkv_bias, r.qkv, half, threads)
         if fills_only:
             run_blocks(_store, shares, threads, (shares, count, layer, m, w, cache, half, r))
             if layer == layers - 1:
@@ -380,13 +382,11 @@ def _forward(count, m, w, cache, r, fills_only, threads):
             run_blocks(_attend, shares, threads, (shares, count, layer, m, cache, half, r))
         else:
             run_blocks(_store_and_attend, shares, threads, (shares, count, layer, m, w, cache, half, r))
-        run_blocks(_product, shares, threads, (shares, count, r.attended, w.o, layer, w.o_bias, r.normed, half))
+        _multiply(count, r.attended, w.o, layer, w.o_bias, r.normed, half, threads)
         run_blocks(_norm, shares, some, (shares, count, w.mlp_norm, layer, m.eps, _YES, half, r))
-        run_blocks(
-            _product, shares, threads, (shares, count, r.normed, w.gate_up, layer, w.gate_up_bias, r.gate_up, half)
-        )
+        _multiply(count, r.normed, w.gate_up, layer, w.gate_up_bias, r.gate_up, half, threads)
         run_blocks(_swiglu, shares, threads, (shares, count, m.inner, half, r))
-        run_blocks(_product, shares, threads, (shares, count, r.gate_up, w.down, layer, w.down_bias, r.normed, half))
+        _multiply(count, r.gate_up, w.down, layer, w.down_bias, r.normed, half, threads)
 
 
 @part
@@ -394,7 +394,7 @@ def _head(count, m, w, r, threads):
     """Logits of what `_forward` left."""
     half, shares, some = w.qkv.itemsize == 2, r.scores.shape[0], _worth(count, threads, r)
     run_blocks(_norm, shares, some, (shares, count, w.last_norm, _FIRST, m.eps, _YES, half, r))
-    run_blocks(_product, shares, threads, (shares, count, r.normed, w.head, _FIRST, w.head_bias, r.logits, _NO))
+    _multiply(count, r.normed, w.head, _FIRST, w.head_bias, r.logits, _NO, threads)
 
 
 # ---------------------------------------------------------------- prefill
