@@ -261,8 +261,8 @@ def _cached(array, at):
 
 @part
 def _score(query, q_at, keys, values, at, dim, whole, scores, out):
-    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side. Memory is what takes longest
-    here: the next keys, and the values that these will be followed by, are asked for meanwhile."""
+    """Of whole vectors of keys. A sum waits for its last addition, so four go side by side. Memory takes the longest
+    here: the next keys, and the values that belong to these, are asked for meanwhile."""
     step, p = dim * LANES, 0
     while p + 4 * LANES <= whole:
         s0 = s1 = s2 = s3 = splat(_ZERO)
