@@ -71,6 +71,8 @@ class KernelCache(Cache):
 
     def forget(self) -> None:
         self._held[:] = -1
+        self._copies.clear()
+        self._seated.clear()
 
     # ---- prompts ----
 
