@@ -103,7 +103,8 @@ def test_rows_of_storage_keep_their_content_whoever_comes_and_goes(model_path):
     for step in range(1, 600):
         live, kind = len(owners), rng.random()
         if partial is None and kind < 0.2 and live < 13:
-            partial, mark = Prompt(np.full(rng.integers(2, 250), step, np.int32), [None] * int(rng.integers(1, 3))), step
+            ids, mark = np.full(rng.integers(2, 250), step, np.int32), step
+            partial = Prompt(ids, [None] * int(rng.integers(1, 3)))
             assert cache.open(partial, live + 1, 250)
             for _ in partial.members[1:]:
                 assert cache.join(partial, live + 2, 250)

@@ -414,7 +414,7 @@ class NativeEngine:
         return most if most <= self._cache_room()[0] else None
 
     def _most_cache_bytes(self) -> int:
-        """Of pages for all sequences at once at full length. To take more, and give it back, costs milliseconds a GB."""
+        """Of pages for all sequences at once at full length. Taking more and giving it back costs milliseconds a GB."""
         assert isinstance(self._cache, PagedCache)
         return self._cache.tables.size * PAGE * self._cache.row_bytes
 
