@@ -73,6 +73,8 @@ async def script(folder: Path, num_ranks: int, name: str) -> dict[str, Any]:
     device = torch.cuda.current_device()
 
     async def ask(what: str) -> None:
+        """The other rank follows until the first one has all answers."""
+        done = folder / f"{name}-{what}-of-{num_ranks}"
         if dist.get_rank() == 0:
             start = time.perf_counter()
             for part in requests():
@@ -80,6 +82,9 @@ async def script(folder: Path, num_ranks: int, name: str) -> dict[str, Any]:
                 assert all(o.error is None for o in outputs), outputs[0].error
                 results.setdefault(what, []).extend([o.token_ids, o.logprobs] for o in outputs)
             print(f"{num_ranks} ranks, {name}, {what}: {time.perf_counter() - start:.1f} s", flush=True)
+            done.touch()
+        while not done.exists():
+            await asyncio.sleep(0.01)
 
     await engine.start()
     await ask("loaded")
