@@ -69,11 +69,16 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("gpus")
-    for world in (1, 2):
+    started = []
+    for world in (1, 2):  # at the same time: most of it is the compiler's
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        mp.start_processes(_rank, (world, port, str(folder)), nprocs=world, start_method="spawn")
+        arguments = world, port, str(folder)
+        started.append(mp.start_processes(_rank, arguments, nprocs=world, start_method="spawn", join=False))
+    for processes in started:
+        while not processes.join():
+            pass
     return {world: torch.load(folder / f"of-{world}.pt", weights_only=True) for world in (1, 2)}
 
 
