@@ -11,11 +11,12 @@ start of the push to the end of all work of the device; medians of the rounds, t
 import argparse
 import asyncio
 import gc
+import itertools
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from xtuner.v1.rl.weight_update import Line, receive_weights, send_weights, with
 
 DEVICE = torch.device("cuda", 0)
 BUCKET = 1 << 29
+TAIL = {False: "", True: ", checksum"}
 
 
 class EngineWeights:
@@ -74,55 +76,60 @@ def measure(rows: Rows, shape: str, args: argparse.Namespace) -> None:
             for param in trainer.model.parameters():
                 param.to_local().normal_(0.0, 0.02)
         engine = EngineWeights(folder)
-        context = multiprocessing.get_context("spawn")
+        floor = device_copy(engine)
+        ways: dict[str, Callable[[], Any]] = {"device copy": floor}
+        for checksum in (False, True):
+            ways["in process" + TAIL[checksum]] = partial(in_process, trainer, engine, checksum)
+        run(rows, shape, ways, args.rounds)
         mine, its = Line.pair(120.0)
-        process = context.Process(target=receiver_process, args=(its, folder), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(target=receiver_process, args=(its, folder), daemon=True)
         process.start()
         its.close()
-        try:
-            run(rows, shape, args, trainer, engine, mine)
-        finally:
-            send_weights(trainer.weight_buckets(BUCKET, cast=False), mine, 0, "cuda", DEVICE)
-            process.join(30)
-
-
-def run(
-    rows: Rows, shape: str, args: argparse.Namespace, trainer: TrainEngine, engine: EngineWeights, line: Line
-) -> None:
-    numel = sum(param.numel() for param in engine.model.parameters())
-    source = torch.empty(numel, dtype=torch.bfloat16, device=DEVICE)
-    target = torch.empty_like(source)
-    version = 0
-
-    def buckets(checksum: bool) -> Any:
-        lent = trainer.weight_buckets(BUCKET, cast=False)
-        return with_checksums(lent) if checksum else lent
-
-    def in_process(checksum: bool) -> None:
-        engine.receiver.take(buckets(checksum))
-
-    def across(memory: Literal["host", "cuda"], checksum: bool) -> None:
-        nonlocal version
-        version += 1
-        send_weights(buckets(checksum), line, version, memory, DEVICE)
-
-    across("cuda", False)  # the other process has started after this
-    floor = "device copy"
-    ways: dict[str, Callable[[], Any]] = {floor: lambda: target.copy_(source)}
-    for checksum in (False, True):
-        more = ", checksum" if checksum else ""
-        ways["in process" + more] = partial(in_process, checksum)
+        versions = itertools.count(1)
+        across(trainer, mine, versions, "cuda", False)  # the other process has started after this
+        ways = {"device copy, two processes": floor}
         for memory in ("cuda", "host") if args.host else ("cuda",):
-            ways[f"other process, {memory} memory{more}"] = partial(across, memory, checksum)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for checksum in (False, True):
+                way = partial(across, trainer, mine, versions, memory, checksum)
+                ways[f"other process, {memory} memory" + TAIL[checksum]] = way
+        run(rows, shape, ways, args.rounds)
+        send_weights(trainer.weight_buckets(BUCKET, cast=False), mine, 0, "cuda", DEVICE)
+        process.join(30)
+
+
+def device_copy(engine: EngineWeights) -> Callable[[], Any]:
+    """One copy of as many bytes as the engine's weights have."""
+    source = torch.empty(sum(p.numel() for p in engine.model.parameters()), dtype=torch.bfloat16, device=DEVICE)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def buckets(trainer: TrainEngine, checksum: bool) -> Any:
+    lent = trainer.weight_buckets(BUCKET, cast=False)
+    return with_checksums(lent) if checksum else lent
+
+
+def in_process(trainer: TrainEngine, engine: EngineWeights, checksum: bool) -> None:
+    engine.receiver.take(buckets(trainer, checksum))
+
+
+def across(
+    trainer: TrainEngine, line: Line, versions: Iterator[int], memory: Literal["host", "cuda"], checksum: bool
+) -> None:
+    send_weights(buckets(trainer, checksum), line, next(versions), memory, DEVICE)
+
+
+def run(rows: Rows, shape: str, ways: dict[str, Callable[[], Any]], rounds: int) -> None:
+    """Rows of all ways, and how many times the first one's median theirs are."""
     first = {way: timed(work) for way, work in ways.items()}
-    for _ in range(args.rounds):
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
         for way, work in ways.items():
             seconds[way].append(timed(work))
+    medians = {way: statistics.median(values) for way, values in seconds.items()}
+    floor, *_ = medians.values()
     for way, values in seconds.items():
-        ratio = statistics.median(values) / statistics.median(seconds[floor])
-        more = {"first_s": first[way], "worst_s": max(values), "rounds": args.rounds, "gigabytes": 2 * numel / 1e9}
-        rows.add(shape, way, "update", statistics.median(values), "s", floors=ratio, **more)
+        more = {"copies": medians[way] / floor, "first_s": first[way], "worst_s": max(values), "rounds": rounds}
+        rows.add(shape, way, "update", medians[way], "s", **more)
 
 
 def main() -> None:

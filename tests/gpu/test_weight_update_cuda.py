@@ -169,4 +169,4 @@ def test_an_engine_of_another_process_has_the_trainer_s_bits(trainer, memory, di
         assert results.get(timeout=60) == (8, bit_sums([expected(trainer)[n] for n in order]).tolist())
     process.join(60)
     assert process.exitcode == (9 if dies else 0)
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before

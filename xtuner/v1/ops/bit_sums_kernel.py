@@ -1,57 +1,64 @@
-"""`bit_sums` of many tensors in one launch."""
+"""`bit_sums` of many tensors in one launch for each type."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK, _BLOCK = 16384, 2048
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+from .chunks import TENSORS, TYPES, chunk_tables, find_tensor
+
+_CHUNK, _BLOCK, _WARPS = 32768, 2048, 4
 
 
 @triton.jit
-def _add_chunk(table, sums, SOURCE: tl.constexpr, COUNTED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """table int64 [P, 4]: address, number of elements, place of the first one, and tensor of each chunk."""
-    row = table + tl.program_id(0).to(tl.int64) * 4
-    source = tl.load(row).to(tl.pointer_type(SOURCE))
-    count, first, tensor = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+def _weighted_bits(value, first, COUNTED: tl.constexpr):
+    """bits * (2 * place + 1) of values in a row that begins at place `first`."""
+    counted = value.to(COUNTED)
+    if COUNTED == tl.float32:
+        bits = counted.to(tl.uint32, bitcast=True)
+    else:
+        bits = counted.to(tl.uint16, bitcast=True)
+    return bits.to(tl.int64) * (2 * (first + tl.arange(0, value.shape[0])) + 1)
+
+
+@triton.jit
+def _add_chunk(
+    table, sums, SOURCE: tl.constexpr, COUNTED: tl.constexpr, SIZE: tl.constexpr, TENSORS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns: address, place in `sums`, number of elements."""
+    tensor, begin = find_tensor(table, TENSORS)
+    first = (tl.program_id(0) - begin) * CHUNK
+    address = tl.load(table + TENSORS + tensor) + first * SIZE
+    count = tl.load(table + 3 * TENSORS + tensor) - first
     total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, CHUNK, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        value = tl.load(source + i, mask=i < count, other=0.0).to(COUNTED)
-        if COUNTED == tl.float32:
-            bits = value.to(tl.uint32, bitcast=True).to(tl.int64)
-        else:
-            bits = value.to(tl.uint16, bitcast=True).to(tl.int64)
-        total += bits * (2 * (first + i) + 1)
-    tl.atomic_add(sums + tensor, tl.sum(total))
+    if (count >= CHUNK) & ((address & 15) == 0):
+        source = tl.multiple_of(address, 16).to(tl.pointer_type(SOURCE))
+        for start in range(0, CHUNK, BLOCK):
+            total += _weighted_bits(tl.load(source + start + tl.arange(0, BLOCK)), first + start, COUNTED)
+    else:
+        source = address.to(tl.pointer_type(SOURCE))
+        for start in range(0, CHUNK, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            total += _weighted_bits(tl.load(source + i, mask=i < count, other=0.0), first + start, COUNTED)
+    tl.atomic_add(sums + tl.load(table + 2 * TENSORS + tensor), tl.sum(total))
 
 
 def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """See `ops.bit_sums`."""
     rows = [t.detach().contiguous() for t in tensors]
     sums = torch.zeros(len(rows), dtype=torch.int64, device=rows[0].device)
-    by_type: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    by_type: defaultdict[torch.dtype, list[tuple[int, int, int]]] = defaultdict(list)
     for index, tensor in enumerate(rows):
-        if tensor.numel():
-            by_type[tensor.dtype].append(index)
-    for stored, which in by_type.items():
-        table = _chunks([rows[i] for i in which], which)
-        kinds = _TYPES[stored], _TYPES[dtype or stored]
-        _add_chunk[(len(table),)](torch.from_numpy(table).to(sums.device), sums, *kinds, _CHUNK, _BLOCK, num_warps=8)
+        if numel := tensor.numel():
+            by_type[tensor.dtype].append((tensor.data_ptr(), index, numel))
+    for stored, columns in by_type.items():
+        for table, programs in chunk_tables(list(zip(*columns, strict=True)), _CHUNK, sums.device):
+            _add_chunk[(programs,)](
+                table, sums, TYPES[stored], TYPES[dtype or stored], stored.itemsize, TENSORS, _CHUNK, _BLOCK,
+                num_warps=_WARPS,
+            )  # fmt: skip
     return sums
-
-
-def _chunks(tensors: list[Tensor], names: list[int]) -> np.ndarray:
-    """int64 [P, 4], the table of the kernel."""
-    numels = np.array([t.numel() for t in tensors])
-    counts = -(-numels // _CHUNK)
-    which = np.repeat(np.arange(len(tensors)), counts)
-    first = (np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)) * _CHUNK
-    addresses = np.array([t.data_ptr() for t in tensors])[which] + first * tensors[0].element_size()
-    sizes = np.minimum(numels[which] - first, _CHUNK)
-    return np.stack((addresses, sizes, first, np.array(names)[which]), axis=1).astype(np.int64)

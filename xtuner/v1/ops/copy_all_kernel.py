@@ -2,27 +2,30 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK, _BLOCK, _WARPS = 16384, 2048, 4
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_ALIGNED = 16
-"""Bytes of the widest access."""
+from .chunks import TENSORS, TYPES, chunk_tables, find_tensor
+
+_CHUNK, _BLOCK, _WARPS = 16384, 2048, 8
 
 
 @triton.jit
-def _copy_chunk(table, SOURCE: tl.constexpr, TARGET: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """table int64 [P, 4]: addresses of a chunk's source and target, number of elements, whether the chunk is a full one
-    at aligned addresses."""
-    row = table + tl.program_id(0).to(tl.int64) * 4
-    from_address, to_address, count, whole = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    if whole:
+def _copy_chunk(
+    table, SOURCE: tl.constexpr, TARGET: tl.constexpr, SOURCE_SIZE: tl.constexpr, TARGET_SIZE: tl.constexpr,
+    TENSORS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns: addresses of source and target, number of elements."""
+    tensor, begin = find_tensor(table, TENSORS)
+    first = (tl.program_id(0) - begin) * CHUNK
+    from_address = tl.load(table + TENSORS + tensor) + first * SOURCE_SIZE
+    to_address = tl.load(table + 2 * TENSORS + tensor) + first * TARGET_SIZE
+    count = tl.load(table + 3 * TENSORS + tensor) - first
+    if (count >= CHUNK) & (((from_address | to_address) & 15) == 0):
+        # Known to be aligned and whole: each access is as wide as can be.
         source = tl.multiple_of(from_address, 16).to(tl.pointer_type(SOURCE))
         target = tl.multiple_of(to_address, 16).to(tl.pointer_type(TARGET))
         for start in range(0, CHUNK, BLOCK):
@@ -42,20 +45,9 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         if numel := target.numel():
             by_types[source.dtype, target.dtype].append((source.data_ptr(), target.data_ptr(), numel))
-    for (source, target), pairs in by_types.items():
-        table = _table(tuple(pairs), source.itemsize, target.itemsize, targets[0].device)
-        _copy_chunk[(len(table),)](table, _TYPES[source], _TYPES[target], _CHUNK, _BLOCK, num_warps=_WARPS)
-
-
-@lru_cache(maxsize=64)
-def _table(pairs: tuple[tuple[int, int, int], ...], source_size: int, target_size: int, device: torch.device) -> Tensor:
-    """The kernel's table. Kept, since a model's weights are copied between the same places time and again."""
-    sources, targets, numels = np.array(pairs, np.int64).T
-    counts = -(-numels // _CHUNK)
-    which = np.repeat(np.arange(len(pairs)), counts)
-    first = (np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)) * _CHUNK
-    from_address, to_address = sources[which] + first * source_size, targets[which] + first * target_size
-    size = np.minimum(numels[which] - first, _CHUNK)
-    whole = (size == _CHUNK) & (from_address % _ALIGNED == 0) & (to_address % _ALIGNED == 0)
-    table = np.stack((from_address, to_address, size, whole), axis=1).astype(np.int64)
-    return torch.from_numpy(table).to(device)
+    for (source, target), rows in by_types.items():
+        for table, programs in chunk_tables(list(zip(*rows, strict=True)), _CHUNK, targets[0].device):
+            _copy_chunk[(programs,)](
+                table, TYPES[source], TYPES[target], source.itemsize, target.itemsize, TENSORS, _CHUNK, _BLOCK,
+                num_warps=_WARPS,
+            )  # fmt: skip

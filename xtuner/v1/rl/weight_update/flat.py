@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xtuner.v1.config import parse_dtype
 from xtuner.v1.data_proto import WeightBucket
+from xtuner.v1.ops.copy_all import copy_all
 
 from .inventory import DeliveryError
 
@@ -52,7 +53,7 @@ def lay_out(bucket: WeightBucket) -> tuple[list[Place], int]:
 @torch.no_grad()
 def pack(bucket: WeightBucket, places: Sequence[Place], memory: Tensor) -> None:
     """Copy the tensors to their places in uint8 `memory`, rounded to their types."""
-    torch._foreach_copy_(unpack(places, memory), list(bucket.tensors.values()))
+    copy_all(unpack(places, memory), list(bucket.tensors.values()))
 
 
 def unpack(places: Sequence[Place], memory: Tensor) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import weight_views
+from xtuner.v1.ops.copy_all import copy_all
 from xtuner.v1.rl.weight_update.inventory import DeliveryError, Inventory, WeightUpdateError, some
 
 
@@ -71,7 +72,7 @@ class WeightReceiver:
         """target = source"""
         if pairs:
             targets, _ = zip(*pairs, strict=True)
-            torch._foreach_copy_(targets, [rounded(source, bucket.dtype, target.dtype) for target, source in pairs])
+            copy_all(targets, [rounded(source, bucket.dtype, target.dtype) for target, source in pairs])
 
 
 def rounded(source: Tensor, dtype: torch.dtype | None, target_dtype: torch.dtype) -> Tensor:
