@@ -27,6 +27,7 @@ def test_the_engine_has_the_trainer_s_weights_at_every_step(tmp_path):
             "rollout_config": config.rollout_config.model_copy(update={"tensor_parallel_size": 2}),
         }
     )
+    config.train_worker_cfg.optim_cfg.lr = 3e-3  # an engine that is a step behind shows
     trainer = config.build()
     run_dir = trainer.run_dir
     trainer.fit()
