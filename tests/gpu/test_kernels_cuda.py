@@ -88,8 +88,7 @@ def _exact_split(reference, x, table, weights):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("heads,dims", [((16, 8), (128, 128)), ((6, 2), (192, 128)), ((3, 1), (64, 64))])
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "shared", "shared and sinks"])
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "new"])
-def test_paged_attention(dtype, tolerance, splits, heads, dims, kind, stored):
+def test_paged_attention(dtype, tolerance, splits, heads, dims, kind):
     from xtuner.v1.ops.paged_kernels import SharedPages, paged_attention, store_rows
 
     (num_q, num_kv), (dim, dim_v), page = heads, dims, 64
@@ -101,15 +100,11 @@ def test_paged_attention(dtype, tolerance, splits, heads, dims, kind, stored):
         tables[6, :4] = tables[7, :4] = tables[5, :4]
     keys = torch.full((80, num_kv, page, dim), float("nan"), device="cuda", dtype=dtype)
     values = torch.full((80, num_kv, page, dim_v), float("nan"), device="cuda", dtype=dtype)
-    new = _random(dtype, (len(lengths), num_kv, dim), (len(lengths), num_kv, dim_v))
     for row, length in enumerate(lengths):
         position = torch.arange(length, device="cuda")
         places = tables[row].long()[position // page] * page + position % page
         rows = _random(dtype, (length, num_kv, dim), (length, num_kv, dim_v))
-        for those, last in zip(rows, new, strict=True):
-            those[length - 1 :] = last[row]
-        count = length if stored else max(0, length - 1)
-        store_rows(*(those[:count] for those in rows), keys, values, places[:count])
+        store_rows(*rows, keys, values, places)
     q, sinks = _random(dtype, (len(lengths), num_q, dim), (num_q,))
     window = 100 if kind == "window" else None
     sinks = sinks if "sinks" in kind else None
@@ -121,7 +116,7 @@ def test_paged_attention(dtype, tolerance, splits, heads, dims, kind, stored):
         shared = SharedPages(members, pages)
     out = paged_attention(
         q, keys, values, tables, torch.tensor(lengths, dtype=torch.int32, device="cuda"), dim**-0.5, splits, window,
-        sinks, shared, None if stored else new,
+        sinks, shared,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         if length == 0:

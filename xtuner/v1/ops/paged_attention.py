@@ -88,21 +88,17 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     shared: SharedPages | None = None,
-    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of the last token of each sequence to all tokens of it that are in the pages, itself included.
 
     q [B, Hq, D]; keys and values [N, Hkv, PAGE, D or Dv]; tables int32 [B, P]; lengths int32 [B], 0: a row that
     nobody needs, whose result is 0. Returns [B, Hq, Dv]. `window`: keys seen, the own one included. `sinks` [Hq]: a
-    score that takes weight and gives no value. `splits` and `shared`: how the work is cut on CUDA. `new`: k
-    [B, Hkv, D] and v [B, Hkv, Dv] of the last tokens, which go to their pages first.
+    score that takes weight and gives no value. `splits` and `shared`: how the work is cut on CUDA.
     """
     if keys.is_cuda:
         from .paged_kernels import paged_attention as by_triton
 
-        return by_triton(q, keys, values, tables, lengths, scale, splits, window, sinks, shared, new)
-    if new is not None:
-        store_rows(*new, keys, values, last_places(tables, lengths, keys.shape[2]))
+        return by_triton(q, keys, values, tables, lengths, scale, splits, window, sinks, shared)
     if window is None and sinks is None and takes_cpu_kernels(q, keys, values, widened=True):
         from .cpu_paged_attention import cpu_paged_attention
 

@@ -41,15 +41,13 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     shared: SharedPages | None = None,
-    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of the last token of each sequence to all tokens of it that are in the pages, itself included.
 
     q [B, Hq, D]; keys and values [N, Hkv, PAGE, D or Dv]; tables int32 [B, P]; lengths int32 [B], 0: a row that
     nobody needs, whose result is 0. Returns [B, Hq, Dv]. `splits`: parts of the keys that go to programs of their
     own, for batches that do not fill the device. `window`: keys seen, the own one included. `sinks` [Hq]: a score
-    that takes weight and gives no value. `shared` does not change the result and does not go with a window. `new`:
-    k [B, Hkv, D] and v [B, Hkv, Dv] of the last tokens, which go to their pages first.
+    that takes weight and gives no value. `shared` does not change the result and does not go with a window.
     """
     batch, num_q, dim = q.shape
     num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
@@ -67,9 +65,7 @@ def paged_attention(
         "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
     q = q.contiguous()
-    k, v = new if new is not None else (q, q)
     strides = (tables.stride(0), keys.stride(0), values.stride(0))
-    new_strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     if shared is not None:
         members = shared.members.shape[1]
         _attend_shared[(shared.members.shape[0], num_kv)](
@@ -77,8 +73,7 @@ def paged_attention(
             MEMBERS=members, TILE=max(16, triton.next_power_of_2(group * members)), **common,
         )  # fmt: skip
     _attend[(batch, num_kv, splits)](
-        q, k, v, keys, values, tables, lengths, None if shared is None else shared.pages, parts, lse, sinks, scale,
-        *strides, *new_strides, STORE=new is not None,
+        q, keys, values, tables, lengths, None if shared is None else shared.pages, parts, lse, sinks, scale, *strides,
         TILE=max(16, triton.next_power_of_2(group)), FIRST=first, COUNT=count, SPLITS=splits, WINDOW=window or 0,
         SINKS=sinks is not None and count == 1, **common,
     )  # fmt: skip
@@ -110,9 +105,8 @@ def _store(
 
 @triton.jit
 def _attend(
-    q, k, v, keys, values, tables, lengths, shared_pages, out, lse, sinks, scale, table_stride, key_page, value_page,
-    k_row, k_head, v_row, v_head,
-    STORE: tl.constexpr, NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    q, keys, values, tables, lengths, shared_pages, out, lse, sinks, scale, table_stride, key_page, value_page,
+    NUM_Q: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     FIRST: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +138,7 @@ def _attend(
     for index in range(begin, end):
         page = tl.load(tables + row * table_stride + index).to(tl.int64)
         position = index * PAGE + offset
-        seen = position < (length - 1 if STORE else length)
+        seen = position < length
         if WINDOW > 0:
             seen = seen & (position >= length - WINDOW)
         key = tl.load(
@@ -163,22 +157,6 @@ def _attend(
         )  # fmt: skip
         result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         peak = new_peak
-    if STORE:
-        if (begin < pages) & (end == pages):
-            # The new row is not read from its page: nothing waits for the writing.
-            own_page = tl.load(tables + row * table_stride + pages - 1).to(tl.int64)
-            place = head * PAGE + (length - 1) % PAGE
-            new_key = tl.load(k + row * k_row + head * k_head + column, mask=column < D, other=0.0)
-            new_value = tl.load(v + row * v_row + head * v_head + column_v, mask=column_v < DV, other=0.0)
-            tl.store(keys + own_page * key_page + place * D + column, new_key, mask=column < D)
-            tl.store(values + own_page * value_page + place * DV + column_v, new_value, mask=column_v < DV)
-            score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
-            new_peak = tl.maximum(peak, score)
-            shrink = tl.exp(peak - new_peak)
-            weight = tl.exp(score - new_peak)
-            total = total * shrink + weight
-            result = result * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
-            peak = new_peak
     if SINKS:
         sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32)
         new_peak = tl.maximum(peak, sink)
