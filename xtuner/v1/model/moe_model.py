@@ -70,6 +70,9 @@ class MoEModel(DecoderModel):
             self.router_stats = collected
         return self.norm(hidden)
 
+    def infer(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        return self.hidden_states(input_ids, position_ids, attention)
+
     def forward(
         self,
         input_ids: Tensor,
