@@ -118,7 +118,7 @@ def test_what_else_is_in_the_batch_changes_nothing():
     assert plain.any()
     other_kind = draw(logits[plain], rows[plain], tokens[plain], stop_ids[plain], shaped=False)
     assert (other_kind.tokens == together.tokens[plain]).all()
-    assert (other_kind.logprobs == together.logprobs[plain]).all()
+    assert (other_kind.logprobs - together.logprobs[plain]).abs().max() < 3e-6, "one rounding more or less"
 
 
 @pytest.mark.skipif(not CUDA, reason="too much for an interpreter")
@@ -164,7 +164,7 @@ def test_frequencies_are_those_of_the_distribution(columns, vocab):
     counts, worst = torch.zeros(vocab, dtype=torch.float64), 0.0
     repeated = logits.to(DEVICE).repeat(n, 1)
     for i in range(rounds):
-        rows = make_rows(n, vocab, **columns)
+        rows = make_rows(n, vocab, prompt_length=2, **columns)
         rows["seed"] = [scatter_seed(i * n + j) for j in range(n)]
         drawn = draw(repeated, rows, tokens, stop_ids)
         counts += torch.bincount(drawn.tokens, minlength=vocab)
