@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 def test_every_token_is_the_cpus(folder):
     path, model = folder
-    engine = NativeEngine(path, device="cuda", dtype=torch.float32, max_batch_size=40, gpu_memory_utilization=0.2)
+    engine = NativeEngine(path, device="cuda", dtype=torch.float32, max_batch_size=12, gpu_memory_utilization=0.2)
     asyncio.run(engine.start())
     rng = random.Random(0)
     requests = [
@@ -57,7 +57,7 @@ def test_every_token_is_the_cpus(folder):
             i, [rng.randrange(10, VOCAB) for _ in range(4 + i % 9)] * (1 + i % 3),
             SampleParams(max_tokens=6 + rng.randrange(60), **WISHES[i % len(WISHES)]), 100 + i,
         )
-        for i in range(120)
+        for i in range(72)
     ]  # fmt: skip
 
     async def later(r):
@@ -99,5 +99,5 @@ def test_every_token_is_the_cpus(folder):
                 assert (values - drawn.top_logprobs[t][there]).abs().max() < 1e-3
         else:
             assert out.top_logprobs is None
-    assert total > 2000 and odd <= total // 500, (odd, total)
+    assert total > 1200 and odd <= total // 500, (odd, total)
     asyncio.run(engine.stop())
