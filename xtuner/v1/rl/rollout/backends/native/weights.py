@@ -11,6 +11,9 @@ from xtuner.v1.model.hf import weight_views
 from xtuner.v1.ops.copy_all import copy_all
 from xtuner.v1.rl.weight_update.inventory import DeliveryError, Inventory, WeightUpdateError, some
 
+_AT_ONCE = 64
+"""Tensors of a launch."""
+
 
 def lay_out_by_input(model: nn.Module) -> None:
     """Let the matrices of linear layers lie in memory as [in, out], shapes unchanged.
@@ -69,10 +72,10 @@ class WeightReceiver:
         return Inventory(self._targets)
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], bucket: WeightBucket) -> None:
-        """target = source"""
-        if pairs:
-            targets, _ = zip(*pairs, strict=True)
-            copy_all(targets, [rounded(source, bucket.dtype, target.dtype) for target, source in pairs])
+        """target = source. In several parts, so that the device begins while the host goes on."""
+        for start in range(0, len(pairs), _AT_ONCE):
+            targets, sources = zip(*pairs[start : start + _AT_ONCE], strict=True)
+            copy_all(targets, [rounded(s, bucket.dtype, t.dtype) for t, s in zip(targets, sources, strict=True)])
 
 
 def rounded(source: Tensor, dtype: torch.dtype | None, target_dtype: torch.dtype) -> Tensor:
