@@ -276,15 +276,16 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Up to `max_prefill_rows` tokens of prompts, then one or more tokens for every running sequence, which the
-        device draws while the callers work: the next step takes them in."""
+        """One or more tokens for every running sequence, and up to `max_prefill_rows` tokens of prompts. The device
+        draws while prompts are prepared and the callers work: the next step takes in what it drew."""
         self._take_in()
         scheduler = self._scheduler
-        first = len(scheduler.running)
-        if prompts := scheduler.admit(self._cache, self._prefill_rows):
-            self._end(self._runner.prefill(scheduler, prompts, first))
         if scheduler.running:
             self._drawn = self._runner.begin_decode(scheduler, self._reserve_for_decode())
+        first = len(scheduler.running)
+        if prompts := scheduler.admit(self._cache, self._prefill_rows):
+            # Who ends with its first token leaves a slot behind those that are drawn for.
+            self._end(self._runner.prefill(scheduler, prompts, first))
         if self.num_ranks > 1:  # whose waits have deadlines inside a step only
             self._take_in()
 

@@ -32,7 +32,8 @@ class Runner(Protocol):
         from `first_slot` on; may already draw their next tokens."""
 
     def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
-        """Draw up to `steps` tokens for every sequence. What is returned waits for the device, and takes them in."""
+        """Draw up to `steps` tokens for every sequence. What is returned waits for the device, and takes them in; until
+        then sequences may come in behind these, and leave again."""
 
     def weights_changed(self) -> None:
         """The parameters of the model have other content."""
