@@ -81,7 +81,7 @@ def _requests(temperature=0.0):
     prompts = [common[:n] for n in (1, 63, 64, 65, 128, 150)] + [common[:130] + [7] * n for n in (1, 70)]
     prompts += [rng.integers(5, VOCAB, n).tolist() for n in (3, 64, 300)]
     return [
-        GenerateRequest(i, ids, SampleParams(max_tokens=40 + i % 50, temperature=temperature, min_tokens=30), 7 + i)
+        GenerateRequest(i, ids, SampleParams(max_tokens=100 + i % 50, temperature=temperature), 7 + i)
         for i, ids in enumerate(ids for ids in prompts for _ in range(4))
     ]
 
@@ -136,7 +136,7 @@ def test_logprobs_are_the_trainers_however_the_cache_is_used(model_path, dtype, 
     if variant == "eager":
         engine._runner = PagedRunner(engine._model, engine._cache, use_graphs=False)
     if variant == "tight":
-        engine._cache.set_budget(24 * PAGE * engine._cache.row_bytes)
+        engine._cache.set_budget(14 * PAGE * engine._cache.row_bytes)
     outputs = _run(engine, requests, delay=7 if variant == "late" else 0)
     _check_logprobs(model_path, dtype, requests, outputs, tolerance)
     if variant == "again":
