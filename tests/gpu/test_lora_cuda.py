@@ -28,7 +28,8 @@ def lora_run(folder, fsdp=None, **worker):
     loss = cfg.loss_cfg.model_copy(update={"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 1e-3})
     fields = {"lora_cfg": LoRAConfig(rank=8), "optim_cfg": AdamWConfig(lr=1e-3), "loss_cfg": loss} | worker
     fields["fsdp_cfg"] = cfg.fsdp_cfg.model_copy(update=fsdp or {})
-    changes = {"train_worker_cfg": cfg.model_copy(update=fields), "deterministic": True, "save_final_hf": True}
+    exact = not fields["fsdp_cfg"].fp32_lm_head  # exact mode refuses it
+    changes = {"train_worker_cfg": cfg.model_copy(update=fields), "deterministic": exact, "save_final_hf": True}
     config = config.model_copy(update=changes)
     trainer = config.build()
     (handle,) = trainer.workers

@@ -128,11 +128,16 @@ def exact_paged_attention(
     num_kv, page, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
     assert page == kernels.TILE
     q, group = q.contiguous(), num_q // num_kv
-    k, v = (q, q) if new is None else map(_heads_touch, new)
     out = q.new_empty(batch, num_q, dim_v)
     peaks, totals = (q.new_empty(batch if shared else 0, num_q, dtype=torch.float32) for _ in range(2))
     results = q.new_empty(batch if shared else 0, num_q, dim_v, dtype=torch.float32)
     strides = (tables.stride(0), keys.stride(0), values.stride(0))
+    if new is not None:
+        k, v = map(_heads_touch, new)
+        kernels.store_last_rows[(batch, num_kv)](
+            k, v, keys, values, tables, lengths, *strides, k.stride(0), v.stride(0),
+            TILE=page, D=dim, DV=dim_v, num_warps=1,
+        )  # fmt: skip
     common = {
         "NUM_Q": num_q, "GROUP": group, "TILE": page, "D": dim, "DV": dim_v,
         "num_warps": 4, "num_stages": 3 if batch * num_kv > _FEW else 5, "enable_fp_fusion": False,
@@ -146,9 +151,8 @@ def exact_paged_attention(
             MEMBERS=members, ROWS=max(16, triton.next_power_of_2(group * members)), **common,
         )  # fmt: skip
     kernels.paged_attention[(batch, num_kv)](
-        q, k, v, keys, values, tables, lengths, pages, peaks, totals, results, out, scale * _LOG2E, *strides,
-        k.stride(0), v.stride(0), STORE=new is not None, SHARED=shared is not None,
-        ROWS=max(16, triton.next_power_of_2(group)), **common,
+        q, keys, values, tables, lengths, pages, peaks, totals, results, out, scale * _LOG2E, *strides,
+        SHARED=shared is not None, ROWS=max(16, triton.next_power_of_2(group)), **common,
     )  # fmt: skip
     return out
 

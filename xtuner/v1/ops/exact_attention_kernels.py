@@ -97,11 +97,27 @@ def _finish(out, place, inside, total, result, DV: tl.constexpr):
 
 
 @triton.jit
+def store_last_rows(
+    k, v, keys, values, tables, lengths, table_stride, key_page, value_page, k_row, v_row,
+    TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of the last token of one sequence and head go to their page; of none if its length is 0."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > 0:
+        page = tl.load(tables + row * table_stride + (length - 1) // TILE).to(tl.int64)
+        place = head * TILE + (length - 1) % TILE
+        column, column_v = tl.arange(0, D), tl.arange(0, DV)
+        tl.store(keys + page * key_page + place * D + column, tl.load(k + row * k_row + head * D + column))
+        tl.store(values + page * value_page + place * DV + column_v, tl.load(v + row * v_row + head * DV + column_v))
+
+
+@triton.jit
 def paged_attention(
-    q, k, v, keys, values, tables, lengths, shared_pages, peaks, totals, results, out, scale,
-    table_stride, key_page, value_page, k_row, v_row,
+    q, keys, values, tables, lengths, shared_pages, peaks, totals, results, out, scale,
+    table_stride, key_page, value_page,
     NUM_Q: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, SHARED: tl.constexpr, STORE: tl.constexpr,
+    DV: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The last row of one sequence, one head of keys with its group of query heads. out [B, NUM_Q, DV]."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -109,16 +125,6 @@ def paged_attention(
     member = tl.arange(0, ROWS)
     column, column_v, offset = tl.arange(0, D), tl.arange(0, DV), tl.arange(0, TILE)
     inside = member < GROUP
-    if STORE:
-        # This program alone reads the place of the new row: nobody else has to see it before the kernel's end.
-        if length > 0:
-            page = tl.load(tables + row * table_stride + (length - 1) // TILE).to(tl.int64)
-            at = head * TILE + (length - 1) % TILE
-            source = row.to(tl.int64)
-            tl.store(keys + page * key_page + at * D + column, tl.load(k + source * k_row + head * D + column))
-            row_v = tl.load(v + source * v_row + head * DV + column_v)
-            tl.store(values + page * value_page + at * DV + column_v, row_v)
-        tl.debug_barrier()
     place = row.to(tl.int64) * NUM_Q + head * GROUP + member
     query = tl.load(q + place[:, None] * D + column[None, :], mask=inside[:, None], other=0.0)
     peak, total, result = _nothing_met(ROWS, DV)
