@@ -13,7 +13,14 @@ from update_helpers import CPU, deliver, grouped, held, serves, started, write_m
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import iter_hf_tensors
 from xtuner.v1.ops.bit_sums import bit_sums
-from xtuner.v1.rl.weight_update import Line, WeightUpdateError, receive_weights, send_weights, with_checksums
+from xtuner.v1.rl.weight_update import (
+    DeliveryError,
+    Line,
+    WeightUpdateError,
+    receive_weights,
+    send_weights,
+    with_checksums,
+)
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 TWIN = "model.layers.1.self_attn.v_proj.weight"
@@ -211,6 +218,18 @@ def test_nothing_waits_for_ever(engine, new):
     with pytest.raises(WeightUpdateError, match="nothing came for 0.3 s after begin.*weights are missing"):
         asyncio.run(receive_weights(engine, receiver, CPU))
     assert time.perf_counter() - start < 10
+
+
+def test_who_gave_up_and_went_is_quoted():
+    sender, receiver = Line.pair(5.0)
+    sender.update = receiver.update = "x"
+    receiver.send("taken", index=0)
+    receiver.refuse("the disk is full")
+    receiver.close()
+    with pytest.raises(DeliveryError, match="refused the update: the disk is full"):
+        sender.send("bucket", index=1)
+    with pytest.raises(DeliveryError, match="the other process is gone before the first message"):
+        sender.send("bucket", index=2)
 
 
 # ---------------------------------------------------------------- two processes

@@ -49,7 +49,7 @@ class Line:
         except TimeoutError:
             raise DeliveryError(f"the other process did not read for {self.timeout_s:g} s {self._said}.") from None
         except OSError as error:
-            self.receive()  # it may have said why
+            self._raise_refusal()
             raise DeliveryError(f"the other process is gone {self._said} ({error}).") from None
 
     def receive(self, *kinds: str) -> tuple[dict[str, Any], list[int]]:
@@ -79,11 +79,24 @@ class Line:
         if kind not in kinds:
             _close(files)
             if kind == "refused":
-                raise DeliveryError(f"the other process refused the update: {message['why']}")
+                raise _refusal(message)
             raise DeliveryError(f"{kind!r} came {self._said} where {' or '.join(kinds)} was due.")
         number = f" {message['index']}" if "index" in message else ""
         self._said = f"after {kind}{number}"
         return message, files
+
+    def _raise_refusal(self) -> None:
+        """If the other end said why it gave up, before it was gone."""
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            while True:
+                files: list[int] = []
+                message = self._message(deadline, files)
+                _close(files)
+                if message["kind"] == "refused" and message["update"] == self.update:
+                    raise _refusal(message)
+        except OSError:
+            return  # nothing more was said
 
     def _message(self, deadline: float, files: list[int]) -> dict[str, Any]:
         size = int.from_bytes(self._read(_HEADER, deadline, files), "little")
@@ -115,6 +128,10 @@ class Line:
                 raise ConnectionError("end of the connection")
             parts += data
         return bytes(parts)
+
+
+def _refusal(message: dict[str, Any]) -> DeliveryError:
+    return DeliveryError(f"the other process refused the update: {message['why']}")
 
 
 def _close(files: list[int]) -> None:
