@@ -8,6 +8,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ class Channel:
     """Sockets within a machine between the first rank of an engine and each other rank; messages are JSON.
 
     Messages go from the first rank to the others, in order. A rank that fails says so to its neighbours, and one that
-    dies is missed when its socket closes: either way `on_lost` is called, once, on a thread of the channel.
+    dies is missed when its socket closes; the first rank passes it on. Everywhere else `on_lost` is then called, once,
+    on a thread of the channel.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self._num_ranks = rank, num_ranks
         self.lost: str | None = None
         """What happened to the neighbour that was lost first."""
-        self._lost_event, self._lock = threading.Event(), threading.Lock()
+        self._lost_event, self._lock, self._sending = threading.Event(), threading.Lock(), threading.Lock()
         self._closing = False
         self._peers: dict[int, socket.socket] = {}
 
@@ -91,14 +93,18 @@ class Channel:
         """To every neighbour. Raises RuntimeError if one is lost. After the last message both sides may close."""
         self._closing |= last
         data = json.dumps(message | {_LAST: last}).encode()
-        for rank, sock in self._peers.items():
+        for rank in list(self._peers):
             if self.lost is not None:
                 raise RuntimeError(self.lost)
             try:
-                sock.sendall(struct.pack("!I", len(data)) + data)
+                self._send(rank, data)
             except OSError as error:
                 self.wait_lost(1.0)  # the reader knows better why
                 raise RuntimeError(self.lost or f"rank {rank} of this engine takes no messages: {error}") from error
+
+    def _send(self, rank: int, data: bytes) -> None:
+        with self._sending:
+            self._peers[rank].sendall(struct.pack("!I", len(data)) + data)
 
     def fail(self, reason: str) -> None:
         """Tell the neighbours that this rank goes on no further."""
@@ -116,10 +122,8 @@ class Channel:
         """The neighbours notice, unless they close too."""
         self._closing = True
         for sock in self._peers.values():
-            try:
+            with suppress(OSError):  # the other side was first
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the reader
-            except OSError:
-                pass  # the other side was first
             sock.close()
         self._peers.clear()
 
@@ -144,6 +148,9 @@ class Channel:
             self.lost = reason
         self._lost_event.set()
         self._on_lost(reason)
+        for rank in list(self._peers) if self.rank == 0 else ():
+            with suppress(OSError, KeyError):  # it is the lost one, or closed in the meantime
+                self._send(rank, json.dumps({_FAILED: reason}).encode())
 
 
 def _receive(sock: socket.socket, count: int) -> bytes:

@@ -79,7 +79,7 @@ class TensorParallelEngine(NativeEngine):
             if self.device.type != "cuda":
                 self._weights = CutWeights(self._model)
         except BaseException as error:
-            self._end_for(f"it could not start: {type(error).__name__}: {error}")
+            self._break_down(f"it could not start: {type(error).__name__}: {error}")
             self._part()
             self._obstacle = {"start": "the engine could not start."}
             raise
@@ -185,11 +185,11 @@ class TensorParallelEngine(NativeEngine):
             try:
                 await asyncio.wait_for(self._called.wait(), _MEET_S)
             except TimeoutError:
-                self._end_for(f"{what}: the first rank of this engine was not told so within {_MEET_S:g} s.")
+                self._break_down(f"{what}: the first rank of this engine was not told so within {_MEET_S:g} s.")
                 raise
         if self._meeting not in (None, what):
             problem = f"the first rank of this engine was told to {self._meeting}, this one to {what}."
-            self._end_for(problem)
+            self._break_down(problem)
             raise RuntimeError(problem)
 
     def _receive(self, ranks: Ranks, message: Message) -> None:
@@ -209,7 +209,7 @@ class TensorParallelEngine(NativeEngine):
                     self._follow_step(message["step"])
             except Exception as error:
                 get_logger().exception("native engine: this rank cannot follow the first one any further")
-                self._end_for(f"{type(error).__name__}: {error}")
+                self._break_down(f"{type(error).__name__}: {error}")
                 return
             if "meet" in message:
                 self._meeting = message["meet"]
@@ -249,12 +249,6 @@ class TensorParallelEngine(NativeEngine):
         self._inbox.clear()
         self._meeting = None
 
-    def _end_for(self, reason: str) -> None:
-        """This rank can go on no further."""
-        if self._ranks is not None:
-            self._ranks.give_up(reason)
-        self._break_down(reason)
-
     def _end_without(self, ranks: Ranks, reason: str) -> None:
         """Another rank can go on no further."""
         if ranks is self._ranks and not self._broken:
@@ -262,6 +256,9 @@ class TensorParallelEngine(NativeEngine):
             self._break_down(reason)
 
     def _break_down(self, reason: str) -> None:
+        """The ranks go on together no further."""
+        if self._ranks is not None:
+            self._ranks.give_up(reason)
         self._obstacle.setdefault("failure", reason)
         if self._futures:
             self._end_all("error", reason)
