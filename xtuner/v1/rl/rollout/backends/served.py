@@ -19,7 +19,7 @@ from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .native.engine import read_eos_ids
-from .options import engine_options, engine_python, inherited_environment
+from .options import engine_options, engine_python, inherited_environment, installed_version
 from .request_checks import objection
 from .server import EngineServer, ServerDied, ServerError, ServerRefused
 
@@ -117,6 +117,12 @@ class ServedEngine(ABC):
         self._expected: dict[str, Tensor] = weight_views(self._model_config.build("meta", self.dtype))
         self.eos_ids = read_eos_ids(self.model_path)
         self.version, self._weights, self._restarts = 0, None, 0
+        if self.rank == 0:
+            get_logger().info(
+                f"rollout engine {self.name} {installed_version(self.python, self.name)} of {self.python}: "
+                f"{self.model_path} on {self.device} in {self.dtype}, context {self.context_length}, up to "
+                f"{self.max_batch_size} sequences at once; log {self.server.log_file}."
+            )
         await self._start_server()
         self._obstacle = {}
         if self.config.skip_load_weights:

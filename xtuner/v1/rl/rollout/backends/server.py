@@ -83,7 +83,7 @@ class EngineServer:
             TimeoutError: not within `timeout` seconds. It is ended.
         """
         await self._end(signal.SIGINT)
-        self.key, self._port_claim = key or secrets.token_urlsafe(32), claim_port(self._first_port)
+        self.key, self._port_claim = key or secrets.token_hex(32), claim_port(self._first_port)
         self.port = self._port_claim.getsockname()[1]
         if self.home is None:
             self.home = Path(tempfile.mkdtemp(prefix="xtuner-engine-"))

@@ -19,7 +19,7 @@ def main() -> None:
         return record
 
     logging.setLogRecordFactory(without_key)
-    sys.argv += ["--api-key", key]
+    sys.argv.append(f"--api-key={key}")  # one word: it may begin with a dash
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
