@@ -295,7 +295,8 @@ class RLColocateTrainer:
         cfg = self.cfg
         # The trainer pushes weights before the first request; without a trainer the engine reads the initial ones.
         changes = {"model_path": cfg.load_from, "skip_load_weights": False} if cfg.debug_rollout else {}
-        changes = {"skip_load_weights": True, "deterministic": is_exact(cfg)} | changes
+        exact = is_exact(cfg) or cfg.rollout_config.deterministic
+        changes = {"skip_load_weights": True, "deterministic": exact} | changes
         engine = cfg.rollout_config.model_copy(update=changes)
         self.rollout = engine.build(self.launcher, self.tokenizer, cfg.seed, cfg.resources.device)
         self.replay_buffer = cfg.replay_buffer_config.build()
