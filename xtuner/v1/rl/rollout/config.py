@@ -142,8 +142,8 @@ class RolloutConfig(XTunerConfig):
     fp32_lm_head: bool = False
     """Head in float32."""
     deterministic: bool = False
-    """Exact mode (native engine): the log-prob of a token has the same bits in any batch. The trainer's own `deterministic`
-    turns it on, and makes the trainer's log-probs the same."""
+    """Exact mode (native engine): the log-prob of a token has the same bits in any batch. The trainer's own
+    `deterministic` turns it on, and makes the trainer's log-probs the same."""
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts and answers for later prompts that begin so. The native engine always does,
     until weights change."""
