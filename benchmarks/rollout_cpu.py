@@ -1,10 +1,13 @@
 """Rollout speed of the native engine on the CPU, beside `transformers.generate` in the same run.
 
     python benchmarks/rollout_cpu.py [--threads 2] [--rounds 5] [--tokens 22] [--out results.jsonl]
+    python benchmarks/rollout_cpu.py --model smollm2-135m --batch 32 --group 8 --prompt 128 --tokens 64 --rounds 2
 
-Makes a random-weight Qwen3 of 443,136 parameters. The two are timed in turn, so that whatever else the
-machine does falls on both; a ratio is the median of the ratios of each turn. On a busy machine look at the
-processor time, with --threads 1: threads that wait for each other make wall time say little. Prints JSON rows.
+Without --model it makes a random-weight Qwen3 of 443,136 parameters. With --model, a folder or a shape of
+`random_model`, float32 and bfloat16 of both run, and a ratio is against the faster type of `transformers`. All are
+timed in turn, so that whatever else the machine does falls on all; a ratio is the median of the ratios of each turn.
+On a busy machine look at the processor time, with --threads 1: threads that wait for each other make wall time say
+little. Prints JSON rows.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from random_model import SHAPES, write_random_model
 
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
@@ -66,16 +70,23 @@ def _mallopt(mmap_max: int, trim_threshold: int) -> None:
 class Native:
     """Groups of siblings through the engine."""
 
-    def __init__(self, path: Path, prompts: list[list[int]], group: int, lengths: list[int]) -> None:
-        self.engine = NativeEngine(path, max_batch_size=len(prompts) * group)
+    def __init__(
+        self, path: Path, prompts: list[list[int]], group: int, lengths: list[int], dtype: torch.dtype = torch.float32,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
+        """whole: no response ends before its length."""
+        self.engine = NativeEngine(path, max_batch_size=len(prompts) * group, dtype=dtype)
         asyncio.run(self.engine.start())
         self.prompts, self.group, self.lengths = prompts, group, lengths
-        self.seed = 0
+        self.whole, self.seed = whole, 0
 
     def __call__(self) -> int:
         self.seed += 1
         requests = [
-            GenerateRequest(i, self.prompts[i // self.group], SampleParams(max_tokens=n), self.seed * 100_000 + i)
+            GenerateRequest(
+                i, self.prompts[i // self.group], SampleParams(max_tokens=n, min_tokens=n if self.whole else 0),
+                self.seed * 100_000 + i,
+            )
             for i, n in enumerate(self.lengths)
         ]
 
@@ -91,8 +102,10 @@ class Native:
 class Transformers:
     """The same prompts as one batch of equal lengths, no log-probs, every response to its full length."""
 
-    def __init__(self, path: Path, prompts: list[list[int]], group: int, tokens: int) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    def __init__(
+        self, path: Path, prompts: list[list[int]], group: int, tokens: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         self.ids = torch.tensor([p for p in prompts for _ in range(group)])
         self.tokens = tokens
 
@@ -121,11 +134,43 @@ def measure(ours: Callable[[], int], theirs: Callable[[], int]) -> tuple[tuple[f
     return first, second, third
 
 
+def measure_model(args: argparse.Namespace, folder: Path, emit: Callable[..., None]) -> None:
+    """Both types of both, in turn."""
+    path = Path(args.model)
+    if args.model in SHAPES:
+        path = write_random_model(folder / "model", args.model)
+    config, rng = json.loads((path / "config.json").read_text()), random.Random(0)
+    groups = args.batch // args.group
+    prompts = [[rng.randrange(3, config["vocab_size"]) for _ in range(args.prompt)] for _ in range(groups)]
+    lengths = [args.tokens] * (groups * args.group)
+    runs: dict[str, Callable[[], int]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        runs[f"native, {name}"] = Native(path, prompts, args.group, lengths, dtype, whole=True)
+        runs[f"transformers, {name}"] = Transformers(path, prompts, args.group, args.tokens, dtype)
+    keep_freed_memory()
+    for run in runs.values():
+        run()
+    turns = [{case: timed(run) for case, run in runs.items()} for _ in range(args.rounds)]
+    shape = f"{args.model}, {groups}x{args.group} requests, prompt {args.prompt}, {args.tokens} tokens"
+    for clock, unit in enumerate(("tokens/s", "tokens/processor s")):
+        for case in runs:
+            emit(case, shape, "throughput, median", statistics.median(turn[case][clock] for turn in turns), unit)
+        for case in (case for case in runs if case.startswith("native")):
+            others = [case for case in runs if case.startswith("transformers")]
+            ratios = [turn[case][clock] / max(turn[other][clock] for other in others) for turn in turns]
+            emit(f"{case} / transformers", shape, f"ratio of {unit}, median", statistics.median(ratios), "x")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=22, help="response length; the first case varies it by a third")
+    parser.add_argument("--model", default=None, help="a model folder, or one of " + ", ".join(SHAPES))
+    parser.add_argument("--batch", type=int, default=32, help="requests at a time, with --model")
+    parser.add_argument("--group", type=int, default=1, help="requests with one prompt, with --model")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt, with --model")
     parser.add_argument("--out", type=Path, default=None, help="append the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -146,6 +191,8 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
+        if args.model is not None:
+            return measure_model(args, Path(folder), emit)
         path = Path(folder) / "model"
         write_model(path)
         varied = [args.tokens + rng.randint(-args.tokens // 3, args.tokens // 3) for _ in range(256)]
