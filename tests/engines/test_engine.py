@@ -237,6 +237,14 @@ def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines
     assert errors and all(isinstance(error, ServerError) for error in errors)
     assert any(isinstance(error, ServerDied) and "Last lines of" in str(error) for error in errors)
     assert engines.run(engine.health())  # it is on its way back, requests wait
+
+    async def abort_while_waiting():
+        task = asyncio.ensure_future(engine.generate(request()))
+        await asyncio.sleep(0.1)
+        await engine.abort()
+        return await asyncio.wait_for(task, 1)
+
+    assert engines.run(abort_while_waiting()).finish_reason == "abort"
     (output,) = engines.generate(engine, request(0, temperature=0))
     assert output.token_ids == greedy(folder, prompt(0), 12) and set(output.weight_versions) == {20}
     assert running(before) == set()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 CALL_S = 300.0
 """Seconds for a call that changes the engine's state."""
-_ABORT_S, _ABORT_AGAIN_S = 30.0, 0.2
+_ABORT_S, _ABORT_AGAIN_S, _IDLE_S = 30.0, 0.2, 30.0
 _MAX_RESTARTS = 3
 """In a row, without a response in between."""
 _COMPANIONS = ("config.json", "generation_config.json")
@@ -69,6 +69,8 @@ class ServedEngine(ABC):
         self._asleep: set[MemoryTag] = set()
         """What the server has given back."""
         self._in_flight: set[int] = set()
+        self._abandoned = False
+        """Whether the server may still be at work for somebody who has given up."""
         self._waiting: set[asyncio.Future[None]] = set()
         """Of requests that wait for a server that is being brought back."""
         self._weights: Path | None = None
@@ -99,8 +101,8 @@ class ServedEngine(ABC):
         """Take the weights of this folder, and forget what was computed with others."""
 
     @abstractmethod
-    async def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
+    async def flush(self) -> bool:
+        """Empty the prefix cache. Servers do that only when they have nothing to do: whether it was so."""
 
     @abstractmethod
     async def release(self, tags: set[MemoryTag]) -> None:
@@ -131,6 +133,7 @@ class ServedEngine(ABC):
     async def _start_server(self) -> None:
         given = self.config.api_key
         self._asleep.clear()
+        self._abandoned = False
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             lambda key: self.inherited | self.environment(key) | self.options.env,
@@ -172,6 +175,7 @@ class ServedEngine(ABC):
         if "weights" in tags:
             self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
             self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
+        await self._end_abandoned()
         if self.device != "cpu" and wanted and self.server.alive:
             await self.release(wanted)
             self._asleep |= wanted
@@ -190,6 +194,7 @@ class ServedEngine(ABC):
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
         await self._ensure_alive()
+        await self._end_abandoned()
         assert self.server.home is not None
         folder = self.server.home / f"weights-{version}"
         if folder == self._weights:  # the same version again
@@ -224,7 +229,22 @@ class ServedEngine(ABC):
 
     async def reset_prefix_cache(self) -> None:
         if not self._obstacle:
-            await self.forget_prefixes()
+            await self.until_idle()
+
+    async def until_idle(self) -> None:
+        """Until the server has ended what it was doing; its prefix cache is empty then."""
+        deadline = asyncio.get_running_loop().time() + _IDLE_S
+        while not await self.flush():
+            if asyncio.get_running_loop().time() > deadline:
+                raise TimeoutError(f"{self.server.name} is still busy {_IDLE_S:g} s after its last request.")
+            await asyncio.sleep(0.1)
+
+    async def _end_abandoned(self) -> None:
+        """Requests that nobody waits for any more may still run there, with the old weights."""
+        if self._abandoned and self.server.alive:
+            await self.abort_all()
+            await self.until_idle()
+        self._abandoned = False
 
     # ---- requests ----
 
@@ -248,7 +268,11 @@ class ServedEngine(ABC):
             self._bring_back(str(death))
             raise
         except ServerError as error:
+            self._abandoned = True
             await self._look_after(str(error))
+            raise
+        except asyncio.CancelledError:
+            self._abandoned = True
             raise
         finally:
             self._in_flight.discard(request.request_id)

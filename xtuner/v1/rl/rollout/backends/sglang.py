@@ -1,6 +1,5 @@
 """SGLang behind its own server (`sglang.launch_server`)."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ _ON_CPU = (
     "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
 )  # fmt: skip
 _DETERMINISTIC = "enable_deterministic_inference"
-_IDLE_S = 10.0
 _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
 
@@ -112,6 +110,7 @@ class SGLangEngine(ServedEngine):
         await self.server.post("/abort_request", {"abort_all": True}, timeout=CALL_S)
 
     async def load(self, folder: Path, version: int) -> None:
+        await self.until_idle()  # of a request that still runs it would keep the cache, and say that it failed
         # Without the format it would take the one it was started with, which may be dummy weights.
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         answer = await self.server.post("/update_weights_from_disk", body, timeout=CALL_S)
@@ -119,27 +118,18 @@ class SGLangEngine(ServedEngine):
             raise ServerError(f"{self.server.name} did not take version {version} of the weights: {answer['message']}")
 
     async def release(self, tags: set[MemoryTag]) -> None:
-        await self._until_idle()
+        await self.until_idle()  # the token of a health check may be on its way: it would not survive that
         await self.server.post("/release_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
 
     async def resume(self, tags: set[MemoryTag]) -> None:
         await self.server.post("/resume_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
 
-    async def forget_prefixes(self) -> None:
-        await self._until_idle()
-
-    async def _until_idle(self) -> None:
-        """Empty its cache, which it does only when it has nothing to do: the token of a health check may be on its way,
-        and it would not survive to give memory back meanwhile."""
-        deadline = asyncio.get_running_loop().time() + _IDLE_S
-        while True:
-            try:
-                await self.server.post("/flush_cache", timeout=CALL_S)
-                return
-            except ServerRefused:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-            await asyncio.sleep(0.1)
+    async def flush(self) -> bool:
+        try:
+            await self.server.post("/flush_cache", timeout=CALL_S)
+        except ServerRefused:
+            return False
+        return True
 
 
 def _regions(tags: set[MemoryTag]) -> list[str]:

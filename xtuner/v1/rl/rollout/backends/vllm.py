@@ -9,7 +9,6 @@ from xtuner.v1.data_proto import FinishReason
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .request_checks import is_greedy
 from .served import CALL_S, ServedEngine, checked
-from .server import ServerError
 
 _ENGINE_SIDE = Path(__file__).with_name("engine_side")
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -91,7 +90,7 @@ class VLLMEngine(ServedEngine):
         if self.config.skip_load_weights:  # its loader of dummy weights cannot read any
             await self._on_workers("update_config", overrides={"load_config": {"load_format": "auto"}})
         await self._on_workers("take_weights_of", folder=str(folder))
-        await self.forget_prefixes()
+        await self.until_idle()
 
     async def _on_workers(self, method: str, **kwargs: Any) -> None:
         await self.server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
@@ -106,10 +105,9 @@ class VLLMEngine(ServedEngine):
             tags, self._weights_wait = tags | {"weights"}, False
         await self.server.post(f"/wake_up?{'&'.join(f'tags={tag}' for tag in sorted(tags))}", timeout=CALL_S)
 
-    async def forget_prefixes(self) -> None:
+    async def flush(self) -> bool:
         answer = await self.server.post("/reset_prefix_cache", timeout=CALL_S)
-        if not answer["success"]:
-            raise ServerError(f"{self.server.name} keeps its prefix cache: requests are still running.")
+        return bool(answer["success"])
 
 
 def _best(row: dict[str, float], count: int) -> list[tuple[int, float]]:
