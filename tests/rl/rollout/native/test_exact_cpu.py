@@ -16,6 +16,7 @@ from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
 from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
 from xtuner.v1.ops.cpu import cpu_kernels_available
+from xtuner.v1.ops.rotary import rotary_table
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
 from xtuner.v1.rl.rollout.backends.native import NativeEngine
 from xtuner.v1.rl.trainer.packing import pack_samples
@@ -167,3 +168,15 @@ def test_the_kernels_of_whole_steps_are_torchs_path(folder, dtype):
     of = samples(asked, generate(folder, dtype, asked, cpu_kernels=False))
     assert gaps(train_engine(folder, dtype), of, 300, True)[0] == 0.0
     assert generate(folder, dtype, asked) == generate(folder, dtype, asked, cpu_kernels=False)
+
+
+@pytest.mark.parametrize("half", [8, 20, 32])
+def test_a_positions_angles_do_not_depend_on_the_others(half):
+    frequencies = 10_000 ** -(torch.arange(half) / half)
+    whole, threads = rotary_table(torch.arange(9000), frequencies), torch.get_num_threads()
+    for count, torch_threads in ((1, 1), (3, 1), (1001, 2), (5003, 3)):
+        torch.set_num_threads(torch_threads)
+        index = torch.randint(0, 9000, (count,), generator=torch.Generator().manual_seed(count))
+        some = rotary_table(index, frequencies)
+        assert torch.equal(some.cos, whole.cos[index]) and torch.equal(some.sin, whole.sin[index])
+    torch.set_num_threads(threads)
