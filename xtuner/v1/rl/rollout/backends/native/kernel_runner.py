@@ -24,7 +24,7 @@ from .scheduler import NOT_FINITE, Done, Scheduler
 _BLOCK = 64
 """Most rows that a thread, or a team of them, takes through the model at a time: as many as share one reading of the
 weights."""
-_SHARES = 4
+_SHARES = 8
 """Pieces a thread that a team's work is cut into, so that a thread that lost time to others is not waited for."""
 _TEAM_PARAMETERS = 4_000_000
 """Threads each take their own sequences through smaller models, and need not wait for each other. Larger ones they
