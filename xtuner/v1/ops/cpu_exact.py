@@ -77,7 +77,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        ctx.with_bias = bias is not None
         return _multiply(x, weight, bias).to(x.dtype)
 
     @staticmethod
@@ -98,7 +97,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     of_bias = copied(None if bias is None else bias.float())[None]
     _product(array(rows), _packed(weight), of_bias, array(out), num_threads())
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 _kept = WeakTensorKeyDictionary()

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from xtuner.v1.config import FSDPConfig
-from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.data_proto import SampleParams, WeightBucket
 from xtuner.v1.engine import TrainEngine
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
-from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
+from xtuner.v1.model.hf import export_hf_tensors, iter_hf_tensors, load_hf_tensor, save_hf_model
 from xtuner.v1.ops.cpu import cpu_kernels_available
 from xtuner.v1.ops.rotary import rotary_table
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
@@ -168,6 +168,25 @@ def test_the_kernels_of_whole_steps_are_torchs_path(folder, dtype):
     of = samples(asked, generate(folder, dtype, asked, cpu_kernels=False))
     assert gaps(train_engine(folder, dtype), of, 300, True)[0] == 0.0
     assert generate(folder, dtype, asked) == generate(folder, dtype, asked, cpu_kernels=False)
+
+
+@pytest.mark.parametrize("cpu_kernels", [True, False])
+def test_pushed_weights_are_packed_anew(folder, cpu_kernels):
+    asked = requests(6)
+    tensors = {name: 1.25 * tensor for name, tensor in iter_hf_tensors(folder)}
+
+    async def run() -> list[tuple]:
+        engine = NativeEngine(folder, deterministic=True, cpu_kernels=cpu_kernels)
+        await engine.start()
+        await asyncio.gather(*(engine.generate(r) for r in asked))
+        await engine.update_weights([WeightBucket(tensors)], 1)
+        return [(o.token_ids, o.logprobs) for o in await asyncio.gather(*(engine.generate(r) for r in asked))]
+
+    answers = {r.request_id: answer for r, answer in zip(asked, asyncio.run(run()), strict=True)}
+    trainer = train_engine(folder, torch.float32)
+    for name, tensor in tensors.items():
+        load_hf_tensor(trainer.model, name, tensor)
+    assert gaps(trainer, samples(asked, answers), 1000, False)[0] == 0.0
 
 
 @pytest.mark.parametrize("half", [8, 20, 32])
