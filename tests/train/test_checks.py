@@ -99,7 +99,7 @@ def test_options_that_would_do_nothing_are_refused(make, message):
         ({"ref_model_fsdp_cfg": FSDPConfig(tp_size=2)}, "ref_model_fsdp_cfg.tp_size=2, but fsdp_cfg.tp_size=1"),
         ({"ref_model_fsdp_cfg": FSDPConfig(ep_size=2)}, "ref_model_fsdp_cfg.ep_size=2"),
         ({"fsdp_cfg": FSDPConfig(requires_grad=False)}, "requires_grad=False: the policy would not learn"),
-        ({"offload_rollout_routed_experts": True}, "routing replay is not offered"),
+        ({"offload_rollout_routed_experts": True}, "offload_rollout_routed_experts=True"),
         ({"sft_dataloader_cfg": {}}, "supervised steps"),
         ({"rollout_steps_per_sft": 2}, "sft_\\* options need"),
         ({"optimizer_steps": 0}, "optimizer_steps"),
