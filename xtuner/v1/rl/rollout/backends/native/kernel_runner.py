@@ -26,9 +26,9 @@ _BLOCK = 64
 weights."""
 _SHARES = 8
 """Pieces a thread that a team's work is cut into, so that a thread that lost time to others is not waited for."""
-_TEAM_PARAMETERS = 4_000_000
-"""Threads each take their own sequences through smaller models, and need not wait for each other. Larger ones they
-take them through together, so that each reads its part of the weights."""
+_TEAM_PARAMETERS, _TEAM_ROWS = 30_000_000, 8
+"""Threads each take their own sequences through smaller models, and need not wait for each other. Larger ones, or so
+few rows, they take through together, so that each reads its part of the weights."""
 _PREFILL_BLOCKS = 4
 """Blocks of prompts a thread, so that one with long prompts is not waited for."""
 _TILE = 8
@@ -70,7 +70,7 @@ class KernelRunner:
         self._operations, self._together = 2 * parameters, parameters > _TEAM_PARAMETERS
         self._weights: Weights | None = read_weights(model)
         self._threads = threads
-        self._memory = Rows.allocate(0, _BLOCK, 1, c.hidden_size, 0, self._dimensions)
+        self._memory: dict[int, Rows] = {}
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 
@@ -98,7 +98,8 @@ class KernelRunner:
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
         places, copies = self._places(scheduler, prompts, first_slot)
         parts = [prompt.ids[prompt.begin : min(prompt.end, prompt.ids.size - 1)] for prompt in prompts]
-        sizes, (threads, team) = np.array([ids.size for ids in parts], np.int64), self._crews()
+        sizes = np.array([ids.size for ids in parts], np.int64)
+        threads, team = self._crews(int(sizes.sum()))
         begins = np.array([prompt.begin for prompt in prompts], np.int64)
         # Blocks are whole prompts, of about as many rows each.
         blocks = min(threads * _PREFILL_BLOCKS if team == 1 else 1, len(parts))
@@ -147,7 +148,8 @@ class KernelRunner:
     def _decode(self, scheduler: Scheduler, elsewhere: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """How each sequence stands, int64 [B], and the logits [B, V] of those that are drawn elsewhere."""
         scheduler.make_room(steps)
-        rows, (threads, team) = scheduler.rows(), self._crews()
+        rows = scheduler.rows()
+        threads, team = self._crews(len(rows))
         ends = np.zeros(len(rows), np.int64)
         logits = np.empty((len(rows) if elsewhere.any() else 0, self._dimensions.vocab), np.float32)
         starts = _blocks(len(rows), threads)
@@ -158,20 +160,19 @@ class KernelRunner:
         )  # fmt: skip
         return ends, logits
 
-    def _crews(self) -> tuple[int, int]:
+    def _crews(self, rows: int) -> tuple[int, int]:
         """Threads that take a block each, and threads that share the work on one; one of the two is 1."""
         threads = self._threads or num_threads()
-        return (1, threads) if self._together else (threads, 1)
+        return (1, threads) if self._together or rows <= _TEAM_ROWS else (threads, 1)
 
     def _rows(self, blocks: int, team: int) -> Rows:
         """Working memory for so many blocks."""
         length, shares = self.cache.length, 1 if team == 1 else _SHARES * team
-        scores = self._memory.scores.shape
-        if scores[0] < blocks or scores[1] != shares or scores[3] < length:
-            self._memory = Rows.allocate(
-                blocks, _BLOCK, shares, self.model.config.hidden_size, length, self._dimensions
-            )  # fmt: skip
-        return self._memory
+        memory = self._memory.get(shares)
+        if memory is None or len(memory.slots) < blocks or memory.scores.shape[3] < length:
+            memory = Rows.allocate(blocks, _BLOCK, shares, self.model.config.hidden_size, length, self._dimensions)
+            self._memory[shares] = memory
+        return memory
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
