@@ -87,7 +87,7 @@ class CutDecoder(DecoderModel):
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext, rows: Tensor | None = None
     ) -> Tensor:
-        """As of `DecoderModel`; `attention` gets all rows of this rank's heads."""
+        """As `DecoderModel.infer`; `attention` gets all rows of this rank's heads."""
         count = input_ids.shape[0]
         missing = -count % self._ranks
         rotary = self.rotary(F.pad(position_ids, (0, missing)))
@@ -95,14 +95,17 @@ class CutDecoder(DecoderModel):
 
         def own_rows(ids: Tensor) -> Tensor:
             hidden = self.embed_tokens(ids)
-            for layer in self.layers:
-                hidden = layer(hidden, rotary, context)
-            return self.norm(hidden)
+            normed = self.layers[0].input_layernorm(hidden)
+            norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+            for layer, following in zip(self.layers, norms, strict=True):
+                hidden, normed = layer.infer(hidden, normed, rotary, context, following)
+            return normed
 
         hidden = self._spread(input_ids, own_rows)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def infer(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """The same: nothing here is for training."""
         return self.hidden_states(input_ids, position_ids, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
