@@ -15,7 +15,7 @@ from xtuner.v1.ops.attention import PackedAttention, reference_attention  # noqa
 from xtuner.v1.ops.jit import kernel  # noqa: E402
 from xtuner.v1.ops.linear_logprob import linear_logprob  # noqa: E402
 from xtuner.v1.ops.norm import add_rms_norm, reference_rms_norm, rms_norm  # noqa: E402
-from xtuner.v1.ops.qkv import reference_split_qkv, split_qkv  # noqa: E402
+from xtuner.v1.ops.qkv import split_qkv  # noqa: E402
 from xtuner.v1.ops.rotary import RotaryTable, rotary_table  # noqa: E402
 from xtuner.v1.ops.swiglu import reference_swiglu, swiglu  # noqa: E402
 from xtuner.v1.ops.threads import run_blocks  # noqa: E402

@@ -33,7 +33,8 @@ def test_the_first_token_that_differs_is_named_and_all_are_counted():
     assert gap is not None and "rollout 21, trained token 2 (id 32): -3.0 by the engine" in gap
     assert "1 of 7 tokens differ, by up to 2.38e-07" in gap
     ours[1][2] += 0.25
-    with pytest.raises(RuntimeError, match=r"trained token 1 \(id 31\).*2 of 7 tokens differ, by up to 0.25\.") as error:
+    message = r"trained token 1 \(id 31\).*2 of 7 tokens differ, by up to 0.25\."
+    with pytest.raises(RuntimeError, match=message) as error:
         refuse_gap(packs, ours)
     assert "deterministic=False" in str(error.value)
 

@@ -210,8 +210,8 @@ def export_hf_tensors(model: DecoderModel, dtype: torch.dtype) -> Iterator[tuple
 
 
 def weight_views(model: DecoderModel) -> dict[str, Tensor]:
-    """Every weight by its Hugging Face name, as a view of what this rank holds of the parameter; for models that are not
-    cut over ranks."""
+    """Every weight by its Hugging Face name, as a view of what this rank holds of the parameter; for models that are
+    not cut over ranks."""
     params = {name: param.detach() for name, param in model.named_parameters()}
     whole = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in params.items()}
     views = {}

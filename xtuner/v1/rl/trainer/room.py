@@ -15,7 +15,7 @@ def has_room(free: int, total: int, wanted: int, working: int, growth: float) ->
     more = working * max(0.0, growth - 1)
     room = free - wanted - more >= MARGIN * total
     get_logger().debug(
-        f"memory beside each other: {free / 2**30:.1f} GiB free, {wanted / 2**30:.1f} for the engine, {more / 2**30:.1f} "
-        f"for longer packs: {'enough' if room else 'too little'}."
+        f"memory beside each other: {free / 2**30:.1f} GiB free, {wanted / 2**30:.1f} for the engine, "
+        f"{more / 2**30:.1f} for longer packs: {'enough' if room else 'too little'}."
     )
     return room

@@ -39,8 +39,8 @@ from xtuner.v1.utils.device import (
 )
 
 from .config import WorkerConfig
-from .room import has_room
 from .gap import refuse_gap
+from .room import has_room
 
 
 @dataclass(slots=True)

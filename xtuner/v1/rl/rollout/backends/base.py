@@ -83,8 +83,8 @@ class CountsWork(Protocol):
     """An engine that says what it did."""
 
     def statistics(self) -> dict[str, int]:
-        """Totals since the start: `prefill_tokens` of prompts that went through the model, `prefix_hit_tokens` that were
-        found in its cache instead, and `preemptions`: how often a sequence had to give its room to others."""
+        """Totals since the start: `prefill_tokens` of prompts that went through the model, `prefix_hit_tokens` that
+        were found in its cache instead, and `preemptions`: how often a sequence had to give its room to others."""
 
 
 @runtime_checkable
