@@ -28,7 +28,7 @@ def _keep_compiled_kernels() -> None:
     every version of those."""
     if "NUMBA_CACHE_DIR" not in os.environ:
         here = Path(__file__).parent
-        names = ("cpu_attention", "cpu_rows", "simd", "threads")
+        names = ("cpu_attention", "cpu_row_attention", "cpu_rows", "simd", "threads")
         shared = [*sorted(here.glob("jit*.py")), *(here / f"{name}.py" for name in names)]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()[:16]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
