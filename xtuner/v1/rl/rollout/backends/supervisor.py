@@ -16,7 +16,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 2.0
-_POLL_S, _LOOK_S = 0.1, 2.0
+_POLL_S, _LOOK_S = 0.1, 0.5
 
 
 def main(owner: int, folder: str, command: list[str]) -> int:
