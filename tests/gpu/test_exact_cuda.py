@@ -142,10 +142,6 @@ def test_attention_of_a_row_is_the_same_in_packs_chunks_and_decode(name, heads, 
         queries = q[rows[-own:]].contiguous()
         decoded = exact_paged_attention(queries, keys, values, table.repeat(own, 1), lengths, scale)
         assert torch.equal(decoded, expected)
-        last, new = rows[-1:], (places[(len(rows) - 1) // 64], slice(None), (len(rows) - 1) % 64)
-        keys[new] = values[new] = torch.nan
-        decoded = exact_paged_attention(queries[-1:], keys, values, table, lengths[-1:], scale, new=(k[last], v[last]))
-        assert torch.equal(decoded, expected[-1:])
         for cut in {0, own // 3, own - 1}:
             ahead = len(rows) - own + cut
             part = PagedRows.build(

@@ -17,7 +17,7 @@ from .cpu_attention import CpuAttention
 from .cpu_logprob import row_statistics as exact_row_statistics
 from .jit import kernel, part
 from .jit_gemm import multiply_panel, pack
-from .paged_attention import PagedRows, SharedPages, attend_rows, last_places, paged_attention, store_rows
+from .paged_attention import PagedRows, SharedPages, attend_rows, paged_attention
 from .threads import num_threads, run_blocks
 
 __all__ = [
@@ -60,11 +60,9 @@ class ExactPackedAttention:
 
 def exact_paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float,
-    shared: SharedPages | None, new: tuple[Tensor, Tensor] | None,
+    shared: SharedPages | None,
 ) -> Tensor:  # fmt: skip
     """See `exact`; the ordinary one is."""
-    if new is not None:
-        store_rows(*new, keys, values, last_places(tables, lengths, keys.shape[2]))
     return paged_attention(q, keys, values, tables, lengths, scale, shared=shared)
 
 

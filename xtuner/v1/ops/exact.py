@@ -72,7 +72,6 @@ def exact_packed_attention(layout: SegmentLayout, device: torch.device) -> "Atte
 def exact_paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, splits: int = 1,
     window: int | None = None, sinks: Tensor | None = None, shared: "SharedPages | None" = None,
-    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`paged_attention.paged_attention`: what `exact_packed_attention` gives for the last token of each sequence. No
     `splits` cut the keys."""
@@ -80,10 +79,10 @@ def exact_paged_attention(
     if q.is_cuda:
         from . import exact_attention
 
-        return exact_attention.exact_paged_attention(q, keys, values, tables, lengths, scale, shared, new)
+        return exact_attention.exact_paged_attention(q, keys, values, tables, lengths, scale, shared)
     from . import cpu_exact
 
-    return cpu_exact.exact_paged_attention(q, keys, values, tables, lengths, scale, shared, new)
+    return cpu_exact.exact_paged_attention(q, keys, values, tables, lengths, scale, shared)
 
 
 def exact_attend_rows(

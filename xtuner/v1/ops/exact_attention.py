@@ -117,7 +117,6 @@ def exact_paged_attention(
     lengths: Tensor,
     scale: float,
     shared: "SharedPages | None" = None,
-    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`paged_attention.paged_attention`, with what `ExactPackedAttention` gives for the same tokens."""
     import triton
@@ -132,12 +131,6 @@ def exact_paged_attention(
     peaks, totals = (q.new_empty(batch if shared else 0, num_q, dtype=torch.float32) for _ in range(2))
     results = q.new_empty(batch if shared else 0, num_q, dim_v, dtype=torch.float32)
     strides = (tables.stride(0), keys.stride(0), values.stride(0))
-    if new is not None:
-        k, v = map(_heads_touch, new)
-        kernels.store_last_rows[(batch, num_kv)](
-            k, v, keys, values, tables, lengths, *strides, k.stride(0), v.stride(0),
-            TILE=page, D=dim, DV=dim_v, num_warps=1,
-        )  # fmt: skip
     common = {
         "NUM_Q": num_q, "GROUP": group, "TILE": page, "D": dim, "DV": dim_v,
         "num_warps": 4, "num_stages": 3 if batch * num_kv > _FEW else 5, "enable_fp_fusion": False,

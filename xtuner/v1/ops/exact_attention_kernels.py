@@ -97,22 +97,6 @@ def _finish(out, place, inside, total, result, DV: tl.constexpr):
 
 
 @triton.jit
-def store_last_rows(
-    k, v, keys, values, tables, lengths, table_stride, key_page, value_page, k_row, v_row,
-    TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
-    """Keys and values of the last token of one sequence and head go to their page; of none if its length is 0."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(lengths + row)
-    if length > 0:
-        page = tl.load(tables + row * table_stride + (length - 1) // TILE).to(tl.int64)
-        place = head * TILE + (length - 1) % TILE
-        column, column_v = tl.arange(0, D), tl.arange(0, DV)
-        tl.store(keys + page * key_page + place * D + column, tl.load(k + row * k_row + head * D + column))
-        tl.store(values + page * value_page + place * DV + column_v, tl.load(v + row * v_row + head * DV + column_v))
-
-
-@triton.jit
 def paged_attention(
     q, keys, values, tables, lengths, shared_pages, peaks, totals, results, out, scale,
     table_stride, key_page, value_page,

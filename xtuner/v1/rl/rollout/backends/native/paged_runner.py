@@ -13,7 +13,7 @@ from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.exact import exact_attend_rows, exact_packed_attention, exact_paged_attention
 from xtuner.v1.ops.expert_pages import store_experts
-from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, paged_attention, store_rows
+from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, last_places, paged_attention, store_rows
 from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
 
 from .cache import Prompt
@@ -24,9 +24,9 @@ from .scheduler import Done, Scheduler
 
 MAX_STEPS = 8
 """Tokens a sequence may get between two looks at the host: a sequence that ends costs half of them in vain."""
-_PROGRAMS = 1024
-"""Programs of the attention kernel that fill a large device."""
-_MAX_SPLITS = 16
+_PROGRAMS = 512
+"""Programs of the attention kernel that keep a large device busy; more by splitting cost more than they bring."""
+_MAX_SPLITS = 32
 _WORTH_SHARING = 0.35
 """Share of all page reads that must be saved to pay for two more kernels a layer."""
 
@@ -76,9 +76,7 @@ class PagedDecode:
         self._cache, self._tables, self._lengths = cache, tables, lengths
         self._splits, self._shared = splits, shared
         self._attend = exact_paged_attention if exact else paged_attention
-        last = (lengths - 1).clamp(min=0).long()
-        page = tables.gather(1, (last // PAGE)[:, None])[:, 0].long()
-        self.places = torch.where(lengths > 0, page * PAGE + last % PAGE, -1)
+        self.places = last_places(tables, lengths, PAGE)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
@@ -284,7 +282,7 @@ class PagedRunner:
     def _hidden_states(self, ids: Tensor, positions: Tensor, context: PagedContext) -> Tensor:
         """Of rows int64 [T]. Their experts go where their keys and values go, if the cache keeps them."""
         if self.cache.experts_shape is None:
-            return self.model.hidden_states(ids, positions, context)
+            return self.model.infer(ids, positions, context)
         assert isinstance(self.model, MoEModel)
         chosen: list[Tensor] = []
         hidden = self.model.hidden_states(ids, positions, context, chosen=chosen)
