@@ -21,7 +21,7 @@ from xtuner.v1.utils.device import keep_freed_memory
 
 from .task import make_rows
 
-BATCH, MAX_STEPS, CHECK_EVERY = 64, 600, 10
+BATCH, MAX_STEPS, CHECK_EVERY = 64, 600, 5
 SAY_EVERY = 8.0
 """Seconds without a line of progress before the loss may be checked for accuracy."""
 TEMPERATURE = 0.65
