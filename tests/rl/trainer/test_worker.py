@@ -333,3 +333,15 @@ def test_a_compilation_after_the_first_step_is_a_warning(worker_of):
     second = worker.fit(slices, 2)
     assert "TORCH_LOGS=recompiles" in second.warnings[0]
     assert not worker.fit(slices, 3).warnings
+
+
+def test_a_step_without_room_names_the_ways_out(worker_of, monkeypatch):
+    worker = worker_of()
+
+    def no_room(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(worker.engine.model, "forward", no_room)
+    message = r"train step 4 .*pack_max_length=\d+.*recompute_ratio.*keep_on_device=False.*2\.00 GiB"
+    with pytest.raises(RuntimeError, match=message):
+        worker.fit(packs_of(make_samples(3))[0], 4)

@@ -167,8 +167,17 @@ class TrainingWorker:
         correction) they are the ones of the training forward itself; else one forward without gradients gives
         them. All ranks hold equally many packs a slice, and the `ranks_per_pack` neighbours of a pack the same ones.
         """
-        with self._profiled(train_step):
-            return self._fit([[self._to_device(pack) for pack in packs] for packs in slices])
+        try:
+            with self._profiled(train_step):
+                return self._fit([[self._to_device(pack) for pack in packs] for packs in slices])
+        except torch.OutOfMemoryError as error:
+            cfg = self.config
+            raise RuntimeError(
+                f"train step {train_step} does not fit into the device's memory. Lower train_worker_cfg."
+                f"pack_max_length={cfg.pack_max_length}, raise fsdp_cfg.recompute_ratio="
+                f"{cfg.fsdp_cfg.recompute_ratio:g}, or, if the engine stayed on the device, set "
+                f"keep_on_device=False. ({error})"
+            ) from error
 
     def _to_device(self, pack: PackedBatch) -> PackedBatch:
         if self.config.offload_rollout_routed_experts:  # each forward fetches them
