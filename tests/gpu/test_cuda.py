@@ -46,12 +46,6 @@ def _error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
-def _used():
-    """Bytes of the card in use beyond what this process and others held when the tests began."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
-
-
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
     from xtuner.v1.data_proto import SampleParams, SegmentLayout
@@ -66,19 +60,20 @@ def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
 
     async def generate():
         engine = NativeEngine(model_folder, device="cuda", dtype=dtype, max_batch_size=64, context_length=128)
+        base = torch.cuda.memory_allocated()
         await engine.start()
         params = SampleParams(max_tokens=40)
         prompts = [[3 + (i * j) % 300 for j in range(5 + i % 9)] for i in range(48)]
         requests = [GenerateRequest(i, p, params, 1000 + i) for i, p in enumerate(prompts)]
         outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
-        before = _used()
+        awake = torch.cuda.memory_allocated()
         await engine.sleep()
-        after = _used()
+        asleep = torch.cuda.memory_allocated()
         await engine.stop()
-        return prompts, outputs, before, after
+        return prompts, outputs, awake - base, asleep - base
 
-    prompts, outputs, before, after = asyncio.run(generate())
-    assert after < 0.05 * before
+    prompts, outputs, awake, asleep = asyncio.run(generate())
+    assert asleep < 0.05 * awake
     worst = 0.0
     with torch.no_grad():
         for prompt, output in zip(prompts, outputs, strict=True):

@@ -118,7 +118,8 @@ def test_offload_gives_all_memory_back_and_changes_nothing(options):
         moves.step()
     for name, tensor in local_weights(stays).items():
         assert torch.equal(local_weights(moves)[name], tensor), name
-    assert {"to_host", "to_device"} == set(moves.parking.rates()) and min(moves.parking.rates().values()) > 0
+    rates = moves.parking.rates()
+    assert {"to_host", "to_device"} == set(rates) and min(rates.values()) > 0
 
 
 @pytest.mark.parametrize(

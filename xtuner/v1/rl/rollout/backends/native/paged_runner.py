@@ -133,7 +133,6 @@ class PagedRunner:
         self._on_cuda = cache.device.type == "cuda"
         self._use_graphs = use_graphs and self._on_cuda
         self._sizes = batch_sizes(cache.max_slots)
-        self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._renew_state(num_stop_ids=1, penalties=False)
         shape = (2, MAX_STEPS, cache.max_slots)
         self._history = torch.zeros(shape, dtype=torch.int64, device=cache.device)
@@ -148,6 +147,8 @@ class PagedRunner:
         self._state = SlotState(self.cache, vocab_size, num_stop_ids, penalties, exact)
         self._steps: dict[tuple[int, bool, bool], Callable[[], None]] = {}
         """By rows, whether some are shaped, and whether pages are shared. Graphs hold the addresses of the state."""
+        # The memory of graphs goes with the last of them: what is captured from now on needs a place of its own.
+        self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._sharing = False
         self._stale = self.cache.changed = self.cache.recomposed = True
 
