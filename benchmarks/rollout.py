@@ -1,4 +1,4 @@
-"""Tokens per second of the native engine beside vLLM and SGLang on one GPU, all alive in one run and taking turns.
+"""Tokens per second of the native engine beside vLLM, SGLang and LMDeploy on one GPU, all alive and taking turns.
 
     python benchmarks/rollout.py --engines native vllm sglang --shapes qwen3-0.6b \
         --cases 256x1:128+512 64x8:512+1024 [--rounds 3] [--memory 0.28] [--out results.jsonl]
@@ -28,6 +28,10 @@ from typing import Any
 
 Case = tuple[int, int, int, int]
 """Groups, siblings, prompt tokens, new tokens."""
+Answer = tuple[list[int], list[float]]
+"""Tokens and their log-probs."""
+Run = Callable[[list[list[int]], int], tuple[int, Callable[[], list[Answer]]]]
+"""By prompts and new tokens: how many log-probs came, and a way to read the answers that need not be timed."""
 
 
 def parse_case(text: str) -> Case:
@@ -47,7 +51,7 @@ def make_prompts(case: Case, seed: int) -> list[list[int]]:
 # ---- workers: one process an engine, a line of JSON in, a line out ----
 
 
-def start_native(model: str, cases: list[Case], memory: float) -> Callable[[list[list[int]], int], int]:
+def start_native(model: str, cases: list[Case], memory: float) -> Run:
     from xtuner.v1.data_proto import SampleParams
     from xtuner.v1.rl.rollout.backends.base import GenerateRequest
     from xtuner.v1.rl.rollout.backends.native import NativeEngine
@@ -59,22 +63,22 @@ def start_native(model: str, cases: list[Case], memory: float) -> Callable[[list
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
 
-    def run(prompts: list[list[int]], new: int) -> int:
+    def run(prompts: list[list[int]], new: int) -> tuple[int, Callable[[], list[Answer]]]:
         params = SampleParams(max_tokens=new, min_tokens=new)
 
-        async def main() -> int:
+        async def main() -> Any:
             requests = [GenerateRequest(i, p, params, i) for i, p in enumerate(prompts)]
-            outputs = await asyncio.gather(*map(engine.generate, requests))
-            if errors := [o.error for o in outputs if o.error]:
-                raise RuntimeError(errors[0])
-            return sum(len(o.logprobs) for o in outputs)
+            return await asyncio.gather(*map(engine.generate, requests))
 
-        return loop.run_until_complete(main())
+        outputs = loop.run_until_complete(main())
+        if errors := [o.error for o in outputs if o.error]:
+            raise RuntimeError(errors[0])
+        return sum(len(o.logprobs) for o in outputs), lambda: [(o.token_ids, o.logprobs) for o in outputs]
 
     return run
 
 
-def start_vllm(model: str, cases: list[Case], memory: float) -> Callable[[list[list[int]], int], int]:
+def start_vllm(model: str, cases: list[Case], memory: float) -> Run:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams
 
@@ -84,15 +88,19 @@ def start_vllm(model: str, cases: list[Case], memory: float) -> Callable[[list[l
         disable_log_stats=True,
     )  # fmt: skip
 
-    def run(prompts: list[list[int]], new: int) -> int:
+    def run(prompts: list[list[int]], new: int) -> tuple[int, Callable[[], list[Answer]]]:
         params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return sum(len(o.outputs[0].logprobs) for o in outputs)
+        answers = [o.outputs[0] for o in outputs]
+        return sum(len(a.logprobs) for a in answers), lambda: [
+            (list(a.token_ids), [row[t].logprob for t, row in zip(a.token_ids, a.logprobs, strict=True)])
+            for a in answers
+        ]
 
     return run
 
 
-def start_sglang(model: str, cases: list[Case], memory: float) -> Callable[[list[list[int]], int], int]:
+def start_sglang(model: str, cases: list[Case], memory: float) -> Run:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
@@ -105,16 +113,55 @@ def start_sglang(model: str, cases: list[Case], memory: float) -> Callable[[list
         max_running_requests=batch, log_level="error", **{graphs: batch},
     )  # fmt: skip
 
-    def run(prompts: list[list[int]], new: int) -> int:
+    def run(prompts: list[list[int]], new: int) -> tuple[int, Callable[[], list[Answer]]]:
         params = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}
         outputs = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
-        return sum(len(o["meta_info"]["output_token_logprobs"]) for o in outputs)
+        drawn = [o["meta_info"]["output_token_logprobs"] for o in outputs]
+        return sum(map(len, drawn)), lambda: [([t for _, t, *_ in row], [lp for lp, *_ in row]) for row in drawn]
 
     return run
 
 
-STARTERS = {"native": start_native, "vllm": start_vllm, "sglang": start_sglang}
-PACKAGES = {"native": "torch", "vllm": "vllm", "sglang": "sglang"}
+def start_lmdeploy(model: str, cases: list[Case], memory: float) -> Run:
+    import torch
+    from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
+
+    free, total = torch.cuda.mem_get_info()
+    config = PytorchEngineConfig(
+        dtype="bfloat16", session_len=max(p + n for _, _, p, n in cases) + 8,
+        cache_max_entry_count=min(0.9, memory * total / free),  # it takes its share of what is free
+        max_batch_size=max(g * s for g, s, _, _ in cases), logprobs_mode="raw_logprobs",
+    )  # fmt: skip
+    pipe = pipeline(model, backend_config=config)
+    number = 0
+
+    def run(prompts: list[list[int]], new: int) -> tuple[int, Callable[[], list[Answer]]]:
+        nonlocal number
+        wish = GenerationConfig(
+            max_new_tokens=new, min_new_tokens=new, do_sample=True, temperature=1.0, top_k=0, ignore_eos=True,
+            logprobs=1,
+        )  # fmt: skip
+
+        async def one(session: int, prompt: list[int]) -> list[Any]:
+            request = await pipe.async_engine.preprocess(None, session, gen_config=wish, input_ids=prompt)
+            return [part async for part in pipe.async_engine.generate(request, stream_response=False)]
+
+        async def main() -> list[list[Any]]:
+            return await asyncio.gather(*(one(number + i, p) for i, p in enumerate(prompts)))
+
+        outputs = pipe._run(coro=main()).result()
+        number += len(prompts)
+        rows = [[pair for part in parts for pair in _pairs(part)] for parts in outputs]
+        return sum(map(len, rows)), lambda: [([t for t, _ in row], [lp for _, lp in row]) for row in rows]
+
+    def _pairs(part: Any) -> list[tuple[int, float]]:
+        return [(t, row[t]) for t, row in zip(part.token_ids or [], part.logprobs or [], strict=True)]
+
+    return run
+
+
+STARTERS = {"native": start_native, "vllm": start_vllm, "sglang": start_sglang, "lmdeploy": start_lmdeploy}
+PACKAGES = {"native": "torch", "vllm": "vllm", "sglang": "sglang", "lmdeploy": "lmdeploy"}
 
 
 def work(engine: str, model: str, cases: list[Case], memory: float) -> None:
@@ -123,11 +170,14 @@ def work(engine: str, model: str, cases: list[Case], memory: float) -> None:
     run = STARTERS[engine](model, cases, memory)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        case, seed = json.loads(line)
+        case, seed, with_answers = json.loads(line)
         prompts = make_prompts(tuple(case), seed)
         start = time.perf_counter()
-        tokens = run(prompts, case[3])
-        print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - start}), file=answers, flush=True)
+        tokens, read = run(prompts, case[3])
+        said: dict[str, Any] = {"tokens": tokens, "seconds": time.perf_counter() - start}
+        if with_answers:
+            said["answers"] = read()
+        print(json.dumps(said), file=answers, flush=True)
     os._exit(0)  # some engines leave threads behind
 
 
@@ -148,9 +198,9 @@ class Worker:
             raise RuntimeError(f"{self.engine} ended with {self.process.wait()}:\n{self.log.read()[-3000:]}")
         return json.loads(line)
 
-    def run(self, case: Case, seed: int) -> dict[str, Any]:
+    def run(self, case: Case, seed: int, with_answers: bool = False) -> dict[str, Any]:
         assert self.process.stdin is not None
-        print(json.dumps([case, seed]), file=self.process.stdin, flush=True)
+        print(json.dumps([case, seed, with_answers]), file=self.process.stdin, flush=True)
         return self.answer()
 
     def stop(self) -> None:
