@@ -66,8 +66,9 @@ class FSDPConfig(XTunerConfig):
     fp32_lm_head: bool = False
     """Compute embedding, final norm and head with float32 weights. Logits are float32 in either case. The native
     engine has weights of `RolloutConfig.dtype` there, so its log-probs differ a little more (see mismatch/*)."""
-    torch_compile: bool = True
-    """Compile each layer on CUDA. On a CPU it has no effect: nothing there needs a compiler."""
+    torch_compile: bool = False
+    """Compile each layer on CUDA. Our own kernels are faster than what the compiler makes of a layer, and are there at
+    once. On a CPU it has no effect."""
     mesh_prefix: str = "default"
     """Prefix of device-mesh dimension names."""
     requires_grad: bool = True
