@@ -1,9 +1,11 @@
 """Seconds of a GRPO step through the ordinary trainer, on a random-weight model.
 
     python benchmarks/grpo_step.py --device cuda --shape qwen3-0.6b --prompts 16 --group 8 --new-tokens 256
+        [--rollout backend=vllm gpu_memory_utilization=0.5 ...]
 
-Every response runs to `--new-tokens` (EOS is masked by min_tokens). Prints JSON rows: medians over the steps
-after the warm-up, whole and by phase.
+`--rollout` sets fields of the RolloutConfig, values in JSON where they are that. Every response runs to
+`--new-tokens` (EOS is masked by min_tokens). Prints JSON rows: medians over the steps after the warm-up, whole and by
+phase.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from random_model import write_random_model
@@ -69,8 +72,9 @@ def build(args: argparse.Namespace, folder: Path) -> RLColocateTrainerConfig:
             pack_max_length=args.pack_length,
         ),
         rollout_config=RolloutConfig(
-            model_path=model, context_length=64 + args.new_tokens, dtype="bfloat16" if cuda else "float32"
-        ),
+            model_path=model, context_length=64 + args.new_tokens, dtype="bfloat16" if cuda else "float32",
+            **dict(args.rollout),
+        ),  # fmt: skip
         tokenizer_path=model,
         agent_loop_manager_cfg=AgentLoopManagerConfig(tasks=task),
         load_from=model,
@@ -81,6 +85,15 @@ def build(args: argparse.Namespace, folder: Path) -> RLColocateTrainerConfig:
         work_dir=str(folder / "runs"),
         exp_tracker="jsonl",
     )
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A field and its value, of KEY=VALUE."""
+    key, value = text.split("=", 1)
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def main() -> None:
@@ -96,9 +109,12 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--rollout", nargs="+", type=setting, default=[])
     parser.add_argument("--out")
     args = parser.parse_args()
-    rows = Rows("grpo_step", args.device, args.out)
+    engine = dict(args.rollout).get("backend", "native")
+    rows = Rows("grpo_step", args.device, args.out, engine)
+    case = f"xtuner {engine}"
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(args, Path(folder)).build()
         run_dir = trainer.run_dir
@@ -109,11 +125,11 @@ def main() -> None:
     for key in ("step", "produce_batch", "training", "sync_weight", "onload"):
         values = [m[f"time/{key}"] for m in metrics if m.get(f"time/{key}") is not None]
         if values:
-            rows.add(shape, "xtuner native", f"{key}_s", statistics.median(values), "s", steps=len(values))
+            rows.add(shape, case, f"{key}_s", statistics.median(values), "s", steps=len(values))
     last = metrics[-1]
-    rows.add(shape, "xtuner native", "peak_memory", last["train_metrics/worker_0/step_avg_max_memory"], "GiB")
-    rows.add(shape, "xtuner native", "mismatch_abs", last["mismatch/mismatch_logprob_abs_diff"], "nat")
-    rows.add(shape, "xtuner native", "mismatch_k3", last["mismatch/mismatch_k3_kl"], "nat")
+    rows.add(shape, case, "peak_memory", last["train_metrics/worker_0/step_avg_max_memory"], "GiB")
+    rows.add(shape, case, "mismatch_abs", last["mismatch/mismatch_logprob_abs_diff"], "nat")
+    rows.add(shape, case, "mismatch_k3", last["mismatch/mismatch_k3_kl"], "nat")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def run(folder, keep, **changes):
 
     class Args:
         device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 5
-        pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
 
     config = grpo_step.build(Args, folder).model_copy(update={"keep_on_device": keep, "deterministic": True} | changes)
     trainer = config.build()

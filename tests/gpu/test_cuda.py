@@ -91,7 +91,7 @@ def test_three_steps_on_the_gpu(tmp_path):
 
     class Args:
         device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
-        pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
 
     trainer = grpo_step.build(Args, tmp_path).build()
     run_dir = trainer.run_dir
@@ -107,7 +107,7 @@ def test_a_run_resumes_on_the_gpu(tmp_path):
 
     class Args:
         device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 4
-        pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
 
     def losses(config):
         trainer = config.build()
@@ -136,7 +136,7 @@ def test_memory_options_change_no_update(tmp_path, option):
 
     class Args:
         device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 16, 2
-        pack_length, chunk, recompute, compile = 1024, 512, 0.0, False
+        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.0, False, []
 
     norms = []
     for on in (False, True):

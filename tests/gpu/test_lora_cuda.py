@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 class Args:
     device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
-    pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+    pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
 
 
 def lora_run(folder, fsdp=None, **worker):

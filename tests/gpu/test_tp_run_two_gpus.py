@@ -17,7 +17,7 @@ def test_the_engine_has_the_trainer_s_weights_at_every_step(tmp_path):
 
     class Args:
         device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
-        pack_length, chunk, recompute, compile = 1024, 512, 0.5, False
+        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
 
     config = grpo_step.build(Args, tmp_path)
     config = config.model_copy(
