@@ -1,4 +1,4 @@
-"""An update from one process to another of the same host, through two buffers that both see.
+"""An update from one process to another, through two buffers that both see.
 
 While the receiver copies from one buffer, the sender gathers the next bucket and writes it into the other.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.utils.device import synchronize
@@ -16,7 +17,7 @@ from .buckets import exhaust
 from .flat import Place, lay_out, pack, unpack
 from .inventory import DeliveryError, WeightUpdateError
 from .line import Line
-from .shared_memory import CudaShared, HostShared, Openings, Shared
+from .shared_memory import CudaShared, GroupShared, HostShared, Openings, Shared
 
 _SLOTS = 2
 
@@ -28,12 +29,18 @@ class TakesWeights(Protocol):
 
 
 def send_weights(
-    buckets: Iterable[WeightBucket], line: Line, version: int, memory: Literal["host", "cuda"], device: torch.device
+    buckets: Iterable[WeightBucket],
+    line: Line,
+    version: int,
+    memory: Literal["host", "cuda", "group"],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Send an update and wait until the receiver has verified all of it.
 
-    memory: whether the buffers are in host memory or, for two processes that use one GPU, on `device`. They are given
-    back at the end, whatever it is. `buckets` are iterated to the end in any case: gathering may be collective.
+    memory: whether the buffers are in host memory or, for two processes that use one GPU, on `device`; or on `device`
+    and sent to the other rank of `group`, for two processes with a device each. They are given back at the end,
+    whatever it is. `buckets` are iterated to the end in any case: gathering may be collective.
 
     Raises:
         WeightUpdateError: the receiver is gone, does not answer, or refuses; says why and what was the last it took.
@@ -49,7 +56,7 @@ def send_weights(
                 _expect_index(line, "taken", index - _SLOTS)
             places, size = lay_out(bucket)
             last = slots[index % _SLOTS]
-            slot = slots[index % _SLOTS] = _room(last, size, memory, device)
+            slot = slots[index % _SLOTS] = _room(last, size, memory, device, group)
             pack(bucket, places, slot.memory)
             slot.flush()
             sums = None if bucket.checksums is None else bucket.checksums.tolist()
@@ -57,6 +64,7 @@ def send_weights(
                 "bucket", () if slot is last else slot.files, index=index, memory=slot.describe(),
                 tensors=[p.to_json() for p in places], checksums=sums,
             )  # fmt: skip
+            slot.hand_over()
             tensors, num_bytes, count = tensors + len(places), num_bytes + bucket.num_bytes, index + 1
         line.send("end", buckets=count, tensors=tensors, num_bytes=num_bytes)
         for index in range(max(0, count - _SLOTS), count):
@@ -82,22 +90,27 @@ def _expect_index(line: Line, kind: str, index: int) -> None:
         raise DeliveryError(f"{kind} {message['index']} came where {kind} {index} was due.")
 
 
-def _room(slot: Shared | None, num_bytes: int, memory: str, device: torch.device) -> Shared:
+def _room(
+    slot: Shared | None, num_bytes: int, memory: str, device: torch.device, group: dist.ProcessGroup | None
+) -> Shared:
     """The slot, or a larger one in its place."""
     if slot is not None and slot.memory.numel() >= num_bytes:
         return slot
     if slot is not None:
         slot.close()
+    if memory == "group":
+        assert group is not None, "memory='group' needs the group"
+        return GroupShared(num_bytes, device, group)
     return CudaShared(num_bytes, device) if memory == "cuda" else HostShared(num_bytes)
 
 
 class IncomingWeights:
     """The buckets of an update that another process sends; to be iterated once. A bucket is there until the next."""
 
-    def __init__(self, line: Line, device: torch.device) -> None:
-        """Waits for the beginning of an update. `device`: of the engine."""
+    def __init__(self, line: Line, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Waits for the beginning of an update. `device`: of the engine; `group`: with the sender, if it uses one."""
         self._line, self._device = line, device
-        self._openings = Openings(device)
+        self._openings = Openings(device, group)
         line.update = None
         beginning, _ = line.receive("begin")
         line.update, self.version = beginning["update"], int(beginning["version"])
@@ -133,14 +146,18 @@ class IncomingWeights:
 
 
 async def receive_weights(
-    engine: TakesWeights, line: Line, device: torch.device, expected_version: int | None = None
+    engine: TakesWeights,
+    line: Line,
+    device: torch.device,
+    expected_version: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """Wait for an update, give it to the engine, and answer. Returns the version that the engine has now.
 
     Raises:
         WeightUpdateError: it was not whole, or not of the version that was expected. The sender gets the reason too.
     """
-    incoming = IncomingWeights(line, device)
+    incoming = IncomingWeights(line, device, group)
     try:
         if expected_version not in (None, incoming.version):
             raise WeightUpdateError(

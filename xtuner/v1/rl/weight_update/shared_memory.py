@@ -1,4 +1,4 @@
-"""Memory that two processes of a host see: of the host, or of one CUDA device."""
+"""Memory that two processes see: of their host, of one CUDA device, or of two devices through a process group."""
 
 import mmap
 import os
@@ -6,6 +6,7 @@ import secrets
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xtuner.v1.utils.cuda_ipc import OpenedHandle, export_memory
@@ -30,6 +31,10 @@ class Shared(Protocol):
 
     def flush(self) -> None:
         """Return when what was written is there for the other process."""
+        ...
+
+    def hand_over(self) -> None:
+        """What is left to do once the other process knows of what was written."""
         ...
 
     def close(self) -> None:
@@ -64,6 +69,9 @@ class HostShared:
     def flush(self) -> None:
         """Nothing is written behind the processor's back."""
 
+    def hand_over(self) -> None:
+        """It sees the same memory."""
+
     def close(self) -> None:
         os.close(self._file)
         del self.memory
@@ -87,6 +95,36 @@ class CudaShared:
     def flush(self) -> None:
         torch.cuda.current_stream(self.memory.device).synchronize()
 
+    def hand_over(self) -> None:
+        """It sees the same memory."""
+
+    def close(self) -> None:
+        del self.memory
+
+
+class GroupShared:
+    """Memory of a device whose bytes another device gets through a process group of two (NCCL, gloo).
+
+    The sender is rank 0 of the group, whose timeout is the deadline for the bytes themselves.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._group = group
+
+    @property
+    def files(self) -> list[int]:
+        return []
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "group", "num_bytes": self.memory.numel()}
+
+    def flush(self) -> None:
+        """The group's operations come after what was launched before them."""
+
+    def hand_over(self) -> None:
+        dist.broadcast(self.memory, group=self._group, group_src=0)
+
     def close(self) -> None:
         del self.memory
 
@@ -94,13 +132,14 @@ class CudaShared:
 class Openings:
     """What this process has opened of another's memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """group: by which bytes come that lie on another device."""
+        self._device, self._group = device, group
         self._handles: dict[str, OpenedHandle] = {}
         self._maps: dict[str, Tensor] = {}
 
     def open(self, description: dict[str, Any], files: list[int]) -> Tensor:
-        """The bytes, uint8; valid until `close`."""
+        """The bytes, uint8; valid until `close`, those of a group until the next."""
         kind, num_bytes = description["kind"], int(description["num_bytes"])
         try:
             if kind == "host":
@@ -112,8 +151,12 @@ class Openings:
         finally:
             for file in files:  # what is mapped stays
                 os.close(file)
+        if kind == "group" and self._group is not None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            dist.broadcast(memory, group=self._group, group_src=0)
+            return memory
         if kind != "cuda" or self._device.type != "cuda":
-            raise DeliveryError(f"memory of kind {kind!r} cannot be opened on {self._device}.")
+            raise DeliveryError(f"memory of kind {kind!r} cannot be opened on {self._device} here.")
         handle, offset = description["handle"], int(description["offset"])
         if handle not in self._handles:
             self._handles[handle] = OpenedHandle(bytes.fromhex(handle), self._device)
