@@ -84,8 +84,11 @@ class RolloutConfig(XTunerConfig):
     """Engine over several machines."""
     dist_port_base: int = Field(25000, ge=1024, le=65535)
     """First port that a server tries, and 8 further on for every rank."""
-    weight_transport_type: Literal["ipc", "nccl", "checkpoint_engine"] | None = None
-    """How new weights travel. None: within the process (native), else `ipc`."""
+    weight_transport_type: Literal["ipc", "folder", "nccl", "checkpoint_engine"] | None = None
+    """How new weights come to an engine behind a server. `ipc`: through memory that both processes see, of the GPU, or
+    of the host without one; a server that dies is out of service until the next update. `folder`: a folder of
+    safetensors, slower, and a server that dies comes back with it. None: `ipc` on a GPU, `folder` on a CPU. The native
+    engine takes them within the process. The others are refused."""
     weight_update_host: str | None = None
     """NCCL rendezvous host. None: that of train rank 0."""
     weight_update_port: int | None = 30000

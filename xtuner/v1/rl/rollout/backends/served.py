@@ -3,9 +3,8 @@
 import asyncio
 import math
 import os
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,11 @@ from torch import Tensor
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import weight_views
 from xtuner.v1.model.hf_config import get_model_config_from_hf
-from xtuner.v1.rl.weight_update import Inventory, WeightUpdateError, write_weights
+from xtuner.v1.rl.weight_update import Inventory, WeightUpdateError
 from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
+from .carriers import Carrier
 from .native.engine import read_eos_ids
 from .options import engine_options, engine_python, inherited_environment, installed_version
 from .request_checks import objection
@@ -32,14 +32,13 @@ CALL_S = 300.0
 _ABORT_S, _ABORT_AGAIN_S, _IDLE_S = 30.0, 0.2, 30.0
 _MAX_RESTARTS = 3
 """In a row, without a response in between."""
-_COMPANIONS = ("config.json", "generation_config.json")
 
 
 class ServedEngine(ABC):
     """One replica behind an HTTP server of its own.
 
-    Weights travel in a folder that the server reads; the last one is kept, so that a server that died comes back with
-    the current weights. Nothing is given to it before that.
+    A carrier brings the weights. A server that died comes back with those that it had if the carrier has kept them;
+    otherwise the engine cannot serve until the next update. Nothing is given to it before that.
     """
 
     name: str
@@ -73,8 +72,8 @@ class ServedEngine(ABC):
         """Whether the server may still be at work for somebody who has given up."""
         self._waiting: set[asyncio.Future[None]] = set()
         """Of requests that wait for a server that is being brought back."""
-        self._weights: Path | None = None
-        """Folder of the current weights; None: those of `model_path`."""
+        self.carrier: Carrier
+        """Since `start`."""
         self._restart: asyncio.Task[None] | None = None
         self._restarts = 0
 
@@ -97,8 +96,8 @@ class ServedEngine(ABC):
         """End every request that the server knows of."""
 
     @abstractmethod
-    async def load(self, folder: Path, version: int) -> None:
-        """Take the weights of this folder, and forget what was computed with others."""
+    def new_carrier(self) -> Carrier:
+        """How weights come, before the first of them."""
 
     @abstractmethod
     async def flush(self) -> bool:
@@ -118,7 +117,7 @@ class ServedEngine(ABC):
         self._model_config = get_model_config_from_hf(self.model_path)
         self._expected: dict[str, Tensor] = weight_views(self._model_config.build("meta", self.dtype))
         self.eos_ids = read_eos_ids(self.model_path)
-        self.version, self._weights, self._restarts = 0, None, 0
+        self.version, self.carrier, self._restarts = 0, self.new_carrier(), 0
         if self.rank == 0:
             get_logger().info(
                 f"rollout engine {self.name} {installed_version(self.python, self.name)} of {self.python}: "
@@ -149,9 +148,9 @@ class ServedEngine(ABC):
         self._obstacle = {"start": "the engine was stopped."}
 
     async def health(self) -> bool:
-        """False before `start`, after `stop`, and when a dead server cannot be brought back. One that is asleep or is
-        being brought back is healthy: requests wait for it."""
-        if self._obstacle.keys() & {"start", "failure"}:
+        """False before `start`, after `stop`, and when a dead server cannot be brought back, or not with its weights.
+        One that is asleep or is being brought back with them is healthy: requests wait for it."""
+        if self._obstacle.keys() & {"start", "failure", "loss"}:
             return False
         if self._coming_back() or self._obstacle.keys() & {"weights", "kv_cache"}:
             return True  # if it died asleep, waking it brings it back: until then the device is the trainer's
@@ -195,25 +194,10 @@ class ServedEngine(ABC):
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
         await self._ensure_alive()
         await self._end_abandoned()
-        assert self.server.home is not None
-        folder = self.server.home / f"weights-{version}"
-        if folder == self._weights:  # the same version again
-            self._weights = None
-        shutil.rmtree(folder, ignore_errors=True)
-        write_weights(self._verified(buckets), folder, version)
-        for name in _COMPANIONS:
-            if (self.model_path / name).is_file():
-                (folder / name).symlink_to(self.model_path / name)
-        try:
-            await self.load(folder, version)
-        except ServerDied as death:
-            self._bring_back(str(death))
-            await self._ensure_alive()
-            await self.load(folder, version)
-        old, self._weights, self.version = self._weights, folder, version
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
-        del self._obstacle["update"]
+        await self.carrier.bring(self._verified(buckets), version)
+        self.version = version
+        for what in ("update", "loss"):
+            self._obstacle.pop(what, None)
 
     def _verified(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
         """The buckets, every one checked; raises WeightUpdateError at the end if they are not a whole set."""
@@ -249,7 +233,7 @@ class ServedEngine(ABC):
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
-        if self._coming_back() and not await self._wait_for_return():
+        if self._coming_back() and "loss" not in self._obstacle and not await self._wait_for_return():
             return GenerateOutput(request.request_id, finish_reason="abort")
         why = f"the engine cannot serve: {' '.join(self._obstacle.values())}" if self._obstacle else None
         why = why or self.objection(request)
@@ -324,26 +308,40 @@ class ServedEngine(ABC):
         return self._restart is not None and not self._restart.done()
 
     def _bring_back(self, problem: str) -> bool:
-        """Begin to start the server again with the weights that it had. Whether that is possible."""
+        """Begin to start the server again. Whether it can serve after that, without an update."""
         if self._coming_back():
-            return True
+            return "loss" not in self._obstacle
         if self._restarts >= _MAX_RESTARTS:
             self._obstacle["failure"] = f"it died {_MAX_RESTARTS + 1} times in a row, last: {problem}"
             return False
         self._restarts += 1
-        get_logger().error(f"{problem}\n{self.server.name} is started again with weights of version {self.version}.")
+        if "update" in self._obstacle or self.carrier.can_repeat():
+            weights = f"with weights of version {self.version}"
+        else:
+            weights = "and needs an update"
+            self._obstacle["loss"] = f"its server died, and its weights with it: they must be pushed again. {problem}"
+        get_logger().error(f"{problem}\n{self.server.name} is started again {weights}.")
         self._restart = asyncio.ensure_future(self._return())
-        return True
+        return "loss" not in self._obstacle
 
     async def _return(self) -> None:
         """What goes wrong here is why the engine cannot serve, not an error of who happens to wait for it."""
         try:
             await self._start_server()
-            if self._weights is not None and "update" not in self._obstacle:
-                await self.load(self._weights, self.version)
+            if not self._obstacle.keys() & {"update", "loss"}:
+                await self.carrier.repeat(self.version)
         except Exception as error:
             self._obstacle["failure"] = f"it died and could not be brought back: {error}"
             get_logger().error(f"{self.server.name}: {self._obstacle['failure']}")
+
+    async def outlive(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do this with the server; if it dies, once more with the next one."""
+        try:
+            await work()
+        except ServerDied as death:
+            self._bring_back(str(death))
+            await self._ensure_alive()
+            await work()
 
     async def _ensure_alive(self) -> None:
         """Raises if the server is dead and cannot be brought back."""
@@ -379,6 +377,12 @@ class ServedEngine(ABC):
                 f"fewer than context_length={self.context_length}; raise it."
             )
         return min(room, self.max_batch_size * self.context_length)
+
+    @property
+    def home(self) -> Path:
+        """A folder for what is handed to the server, from `start` to `stop`."""
+        assert self.server.home is not None
+        return self.server.home
 
     @property
     def dtype_name(self) -> str:

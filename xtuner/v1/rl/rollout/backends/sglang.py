@@ -1,11 +1,16 @@
 """SGLang behind its own server (`sglang.launch_server`)."""
 
+import base64
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from xtuner.v1.data_proto import FinishReason, SampleParams
 
 from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
+from .carriers import Carrier, carrier_for
 from .request_checks import is_greedy
 from .served import CALL_S, ServedEngine, checked
 from .server import ServerError, ServerRefused
@@ -15,6 +20,7 @@ _ON_CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
 )  # fmt: skip
+_LOADER = "xtuner_sglang.take_weights"
 _DETERMINISTIC = "enable_deterministic_inference"
 _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
@@ -44,7 +50,8 @@ class SGLangEngine(ServedEngine):
             "--max-running-requests", str(self.max_batch_size), "--random-seed", str(c.random_seed),
             "--chunked-prefill-size", str(chunk), *prefill,
             *(() if c.enable_prefix_caching else ("--disable-radix-cache",)),
-            "--skip-server-warmup", "--log-level", "info", *memory, *self.options.argv(),
+            "--custom-weight-loader", _LOADER, "--skip-server-warmup", "--log-level", "info",
+            *memory, *self.options.argv(),
         ]  # fmt: skip
 
     def environment(self, key: str) -> dict[str, str]:
@@ -109,6 +116,9 @@ class SGLangEngine(ServedEngine):
     async def abort_all(self) -> None:
         await self.server.post("/abort_request", {"abort_all": True}, timeout=CALL_S)
 
+    def new_carrier(self) -> Carrier:
+        return carrier_for(self, self.config.weight_transport_type, self.device)
+
     async def load(self, folder: Path, version: int) -> None:
         await self.until_idle()  # of a request that still runs it would keep the cache, and say that it failed
         # Without the format it would take the one it was started with, which may be dummy weights.
@@ -116,6 +126,29 @@ class SGLangEngine(ServedEngine):
         answer = await self.server.post("/update_weights_from_disk", body, timeout=CALL_S)
         if not answer["success"]:
             raise ServerError(f"{self.server.name} did not take version {version} of the weights: {answer['message']}")
+
+    async def take(self, address: str, version: int) -> None:
+        await self.until_idle()
+        in_session = await self._call_if_there("/begin_weight_update")
+        try:
+            body = {
+                "serialized_named_tensors": [_named(address)], "load_format": _LOADER, "flush_cache": True,
+                "weight_version": str(version),
+            }  # fmt: skip
+            await self.server.post("/update_weights_from_tensor", body, timeout=CALL_S)
+        finally:
+            if in_session:
+                await self.server.post("/end_weight_update", {}, timeout=CALL_S)
+
+    async def _call_if_there(self, path: str) -> bool:
+        """Older versions lack it."""
+        try:
+            await self.server.post(path, {}, timeout=CALL_S)
+        except ServerRefused as refusal:
+            if refusal.status != 404:
+                raise
+            return False
+        return True
 
     async def release(self, tags: set[MemoryTag]) -> None:
         await self.until_idle()  # the token of a health check may be on its way: it would not survive that
@@ -130,6 +163,11 @@ class SGLangEngine(ServedEngine):
         except ServerRefused:
             return False
         return True
+
+
+def _named(name: str) -> str:
+    """A list of one empty tensor with this name, as SGLang's servers unpickle it."""
+    return base64.b64encode(ForkingPickler.dumps([(name, torch.empty(0))])).decode()
 
 
 def _regions(tags: set[MemoryTag]) -> list[str]:

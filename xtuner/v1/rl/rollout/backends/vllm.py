@@ -7,6 +7,7 @@ from typing import Any
 from xtuner.v1.data_proto import FinishReason
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
+from .carriers import Carrier, carrier_for
 from .request_checks import is_greedy
 from .served import CALL_S, ServedEngine, checked
 
@@ -86,10 +87,17 @@ class VLLMEngine(ServedEngine):
     async def abort_all(self) -> None:
         await self.server.post("/abort_requests", {}, timeout=CALL_S)
 
+    def new_carrier(self) -> Carrier:
+        return carrier_for(self, self.config.weight_transport_type, self.device)
+
     async def load(self, folder: Path, version: int) -> None:
         if self.config.skip_load_weights:  # its loader of dummy weights cannot read any
             await self._on_workers("update_config", overrides={"load_config": {"load_format": "auto"}})
         await self._on_workers("take_weights_of", folder=str(folder))
+        await self.until_idle()
+
+    async def take(self, address: str, version: int) -> None:
+        await self._on_workers("take_weights_from", address=address)
         await self.until_idle()
 
     async def _on_workers(self, method: str, **kwargs: Any) -> None:

@@ -1,10 +1,30 @@
-"""Starts SGLang's server, in its environment, with a key that neither the command line nor the log shows."""
+"""Starts SGLang's server, in its environment, with a key that neither the command line nor the log shows; and takes
+new weights there."""
 
 import logging
 import os
 import runpy
 import sys
 from typing import Any
+
+
+def take_weights(model: Any, update: list[tuple[str, Any]]) -> None:
+    """SGLang's `custom_weight_loader`: load the update that waits at a Unix socket, whose address is given as the name
+    of the one tensor that came.
+
+    An error would end the server. The sender has been told of it, so it is only logged here.
+    """
+    from xtuner_weights import Update, take_update
+
+    def load(buckets: Update) -> None:
+        for bucket in buckets:
+            model.load_weights(bucket)
+
+    ((address, _),) = update
+    try:
+        take_update(address, next(model.parameters()).device, load)
+    except Exception:
+        logging.getLogger(__name__).exception("an update of the weights went wrong")
 
 
 def main() -> None:

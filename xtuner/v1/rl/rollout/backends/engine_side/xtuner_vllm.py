@@ -2,7 +2,10 @@
 
 import hmac
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the server's front end needs none of it
+    from xtuner_weights import Update
 
 
 class RequireKey:
@@ -29,24 +32,59 @@ class RequireKey:
             await send({"type": "http.response.body", "body": b""})
 
 
+_AS_THEY_ARE = ("NoneType", "UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
+"""Methods of layers that compute with the weights as they are loaded, on a GPU."""
+
+
 class TakeWeights:
     """Extension of vLLM's worker."""
 
     def take_weights_of(self, folder: str) -> None:
-        """Load the weights of a model folder into the running model, all of it.
+        """Load the weights of a model folder into the running model, all of it."""
+        self._reload(weights_path=folder)
+
+    def take_weights_from(self, address: str) -> None:
+        """The same from the update that waits at this Unix socket."""
+        from xtuner_weights import take_update
+
+        worker: Any = self
+        take_update(address, worker.device, self._load)
+
+    def _load(self, update: "Update") -> None:
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        if worker.device.type == "cpu" or not all(map(_loads_in_place, model.modules())):
+            # It keeps what it is given until a layer is whole, which may be after the next bucket.
+            self._reload(weights_iterator=((name, t.clone()) for bucket in update for name, t in bucket))
+            return
+        missing = {name for name, _ in model.named_parameters()}
+        for bucket in update:
+            missing -= model.load_weights(bucket)
+        if missing and not update.broken:
+            raise RuntimeError(f"{len(missing)} parameters are not in the update: {', '.join(sorted(missing)[:5])}")
+
+    def _reload(self, **source: Any) -> None:
+        """Load, and compute anew what layers keep beside their weights.
 
         On a CPU a layer computes with a packed copy of its weight. `reload_weights` packs anew what it has loaded, and
         a tied head is not among that: it would go on with the head of the start.
         """
         worker: Any = self
-        worker.reload_weights(weights_path=folder)
+        worker.reload_weights(**source)
         seen: set[int] = set()
         for layer in worker.model_runner.get_model().modules():
             weight = layer._parameters.get("weight")
             if weight is None:
                 continue
-            method = getattr(layer, "quant_method", None)
+            method: Any = getattr(layer, "quant_method", None)
             if id(weight) in seen and hasattr(method, "process_weights_after_loading"):
                 vars(layer).pop("_already_called_process_weights_after_loading", None)
                 method.process_weights_after_loading(layer)
             seen.add(id(weight))
+
+
+def _loads_in_place(layer: Any) -> bool:
+    """Whether new values of its parameters are all that a layer on a GPU needs."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    derives = hasattr(layer, "process_weights_after_loading") and type(layer).__name__ != "Attention"
+    return method in _AS_THEY_ARE and not derives
