@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,11 @@ class Run:
 def fit(cfg: RLColocateTrainerConfig) -> Run:
     trainer = cfg.build()
     return Run(trainer, trainer.fit())
+
+
+def hear_ctrl_c() -> None:
+    """`preexec_fn` of a child that is sent SIGINT: tests that a script runs in the background inherit it as ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from xtuner.v1.rl.agent_loop_manager import SamplerConfig, SyncProduceStrategyCo
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.utils import lock_file
 
-from .helpers import config, fit, read_rows, write_model, write_prompts
+from .helpers import config, fit, hear_ctrl_c, read_rows, write_model, write_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -148,7 +148,7 @@ config(Path({model!r}), Path({folder!r}), task={{"reward": Slow()}}).build().fit
 def test_ctrl_c_in_step_2_ends_the_process_and_keeps_step_1(model, tmp_path):
     marker = tmp_path / "step-2"
     code = CHILD.format(repository=str(REPOSITORY), marker=str(marker), model=str(model), folder=str(tmp_path))
-    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
     end = time.monotonic() + 60
     while not marker.exists() and child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)

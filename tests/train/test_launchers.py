@@ -13,7 +13,7 @@ from xtuner.v1.config import FSDPConfig
 from xtuner.v1.rl.utils import WorkerLostError
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 
-from .helpers import close, config, fit, read_rows, spread, with_evaluation
+from .helpers import close, config, fit, hear_ctrl_c, read_rows, spread, with_evaluation
 
 ray = pytest.importorskip("ray")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -156,7 +156,9 @@ def test_ctrl_c_takes_the_cluster_of_the_run_with_it(model, tmp_path):
     marker = tmp_path / "step-2"
     code = CHILD.format(repository=str(REPOSITORY), marker=str(marker), model=str(model), folder=str(tmp_path))
     env = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")} | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=env)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=env, preexec_fn=hear_ctrl_c
+    )
     end = time.monotonic() + 90
     while not marker.exists() and child.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
