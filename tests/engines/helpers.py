@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import importlib
+import json
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ from xtuner.v1.rl.rollout.worker import RolloutConfig
 from xtuner.v1.train.demo.model import write_config, write_tokenizer
 
 CONTEXT, SLOTS = 256, 8
-CLASSES = {"sglang": "SGLangEngine", "vllm": "VLLMEngine"}
+CLASSES = {"lmdeploy": "LMDeployEngine", "sglang": "SGLangEngine", "vllm": "VLLMEngine"}
 
 
-def write_model(folder: Path, seed: int, std: float = 0.12, hidden_size: int = 128) -> Path:
-    """Random weights, wide enough that the most likely token stands out; the head is tied to the embedding."""
-    source = folder.parent / "source"
+def write_model(folder: Path, seed: int, std: float = 0.12, hidden_size: int = 128, tied: bool = True) -> Path:
+    """Random weights, wide enough that the most likely token stands out. `tied`: the head, to the embedding."""
+    source = folder.parent / ("source" if tied else "source-untied")
     if not source.exists():
         write_config(source, hidden_size)
         write_tokenizer(source)
+        config = source / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": tied}))
     model = get_model_config_from_hf(source).build("cpu")
     model.init_weights(seed, std)
     save_hf_model(export_hf_tensors(model, torch.float32), model.config, folder, source_dir=source)
@@ -85,6 +88,9 @@ class Engines:
 
     def __init__(self, name: str, models: list[Path], log_dir: Path, runner: asyncio.Runner, device: str = "cpu"):
         self.name, self.models, self.log_dir, self.device, self._runner = name, models, log_dir, device, runner
+        self._module = f"xtuner.v1.rl.rollout.backends.{name}"
+        if name == "lmdeploy" and device == "cpu":
+            self.device, self._module = "cuda", "tests.engines.lmdeploy_on_cpu"
         self._started: list[ServedEngine] = []
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -98,7 +104,7 @@ class Engines:
         return RolloutConfig(**(fields | changes)).resolve(self.device)
 
     def start(self, **changes: Any) -> ServedEngine:
-        module = importlib.import_module(f"xtuner.v1.rl.rollout.backends.{self.name}")
+        module = importlib.import_module(self._module)
         engine: ServedEngine = getattr(module, CLASSES[self.name])(self.config(**changes), 0, self.device, self.log_dir)
         self._started.append(engine)
         self.run(engine.start())

@@ -11,7 +11,9 @@ import torch
 from tests.engines.helpers import Engines, buckets, logprobs_of, prompt, request, write_model
 from tests.train.helpers import config, fit
 from xtuner.v1.config import FSDPConfig
+from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier, MemoryCarrier
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
+from xtuner.v1.rl.weight_update import WeightUpdateError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 2**30
@@ -31,17 +33,20 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> list[Path]:
-    return [write_model(tmp_path / f"model-{seed}", seed, std=0.06, hidden_size=256) for seed in range(2)]
+def models(folder: Path, tied: bool = True) -> list[Path]:
+    return [write_model(folder / f"model-{seed}", seed, std=0.06, hidden_size=256, tied=tied) for seed in range(2)]
 
 
 def free() -> float:
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0] / GIB
 
 
-def test_sleep_and_new_weights(name, models, tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+def test_sleep_and_new_weights(name, tied, tmp_path):
+    """Weights come through memory of the GPU, in more buckets than there are buffers, and once in a folder."""
     started = time.perf_counter()
+    folders = models(tmp_path, tied)
 
     def timed(what, coroutine):
         start = time.perf_counter()
@@ -55,7 +60,7 @@ def test_sleep_and_new_weights(name, models, tmp_path):
         outputs = engines.generate(engine, *(request(i, temperature=0.8, max_tokens=40) for i in numbers))
         assert {o.finish_reason for o in outputs} <= {"stop", "length"}, outputs
         means = []
-        for folder in models:
+        for folder in folders:
             expected = torch.cat([logprobs_of(folder, prompt(i), outputs[i], 0.8) for i in numbers])
             means.append(float((torch.tensor(sum((o.logprobs for o in outputs), [])) - expected).abs().mean()))
         print(f"{name}: gap to model {which}: {means[which]:.4f}, to the other: {means[1 - which]:.4f}", flush=True)
@@ -63,24 +68,35 @@ def test_sleep_and_new_weights(name, models, tmp_path):
 
     before = free()
     with asyncio.Runner() as runner:
-        engines = Engines(name, models, tmp_path / "logs", runner, device="cuda")
+        engines = Engines(name, folders, tmp_path / "logs", runner, device="cuda")
         try:
             engine = engines.start(
                 skip_load_weights=True, gpu_memory_utilization=0.3, extra_rollout_config=OPTIONS[name]
             )
             print(f"{name}: start {time.perf_counter() - started:.1f} s, {free():.1f} GiB free", flush=True)
-            timed("update", engine.update_weights(buckets(models[0]), 1))
+            assert isinstance(engine.carrier, MemoryCarrier)
+            timed("update", engine.update_weights(buckets(folders[0], 5), 1))
             gaps(0)
             awake = free()
             timed("sleep", engine.sleep())
-            assert free() > awake + 20
+            assert before - free() < 0.05 * (before - awake)
             timed("wake weights", engine.wake(("weights",)))
-            timed("update", engine.update_weights(buckets(models[1]), 2))
+            timed("update", engine.update_weights(buckets(folders[1], 7), 2))
             timed("wake cache", engine.wake(("kv_cache",)))
             gaps(1)
             timed("sleep, cache only", engine.sleep(("kv_cache",)))
             assert free() > awake + 20
             timed("wake cache", engine.wake(("kv_cache",)))
+            gaps(1)
+
+            with pytest.raises(WeightUpdateError, match="did not get every weight exactly once"):
+                engines.run(engine.update_weights(buckets(folders[0])[1:], 3))
+            (refused,) = engines.generate(engine, request())
+            assert "the last update of its weights is not complete" in (refused.error or "")
+            timed("update", engine.update_weights(buckets(folders[0]), 4))
+            gaps(0)
+            engine.carrier = FolderCarrier(engine)
+            timed("update by folder", engine.update_weights(buckets(folders[1]), 5))
             gaps(1)
 
             async def abort():
@@ -99,9 +115,9 @@ def test_sleep_and_new_weights(name, models, tmp_path):
     assert free() > before - 1
 
 
-def test_two_steps_of_a_run(name, models, tmp_path):
+def test_two_steps_of_a_run(name, tmp_path):
     cfg = config(
-        models[0], tmp_path, total_train_steps=2,
+        models(tmp_path)[0], tmp_path, total_train_steps=2,
         resources=AcceleratorResourcesConfig(accelerator="GPU", num_workers=1),
         rollout={"backend": name, "gpu_memory_utilization": 0.3, "extra_rollout_config": OPTIONS[name]},
         worker={"pack_max_length": 512, "fsdp_cfg": FSDPConfig(torch_compile=False)},
