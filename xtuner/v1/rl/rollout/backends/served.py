@@ -174,6 +174,7 @@ class ServedEngine(ABC):
         if "weights" in tags:
             self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
             self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
+        await self._restart_ended()  # it takes memory until then
         await self._end_abandoned()
         if self.device != "cpu" and wanted and self.server.alive:
             await self.release(wanted)
@@ -347,11 +348,13 @@ class ServedEngine(ABC):
         """Raises if the server is dead and cannot be brought back."""
         if not self._coming_back() and not self.server.alive:
             self._bring_back("its process is gone")
-        if self._coming_back():
-            assert self._restart is not None
-            await asyncio.shield(self._restart)
+        await self._restart_ended()
         if why := self._obstacle.get("failure") or self._obstacle.get("start"):
             raise RuntimeError(f"{self.server.name}: {why}")
+
+    async def _restart_ended(self) -> None:
+        if self._restart is not None and self._coming_back():
+            await asyncio.shield(self._restart)
 
     def _refuse_in_flight(self, what: str) -> None:
         if self._in_flight:
