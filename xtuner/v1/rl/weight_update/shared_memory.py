@@ -82,7 +82,13 @@ class CudaShared:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._handle, self._offset = export_memory(self.memory)
+        try:
+            self._handle, self._offset = export_memory(self.memory)
+        except MemoryError as error:
+            raise DeliveryError(
+                f"memory of {device} cannot be shared with the engine's process ({error}) Leave expandable_segments out "
+                "of PYTORCH_CUDA_ALLOC_CONF, or set rollout_config.weight_transport_type='folder'."
+            ) from None
 
     @property
     def files(self) -> list[int]:
