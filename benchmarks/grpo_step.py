@@ -96,8 +96,9 @@ def setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Those that a run is made of."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--prompts", type=int, default=16)
@@ -111,7 +112,11 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rollout", nargs="+", type=setting, default=[])
     parser.add_argument("--out")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
     engine = dict(args.rollout).get("backend", "native")
     rows = Rows("grpo_step", args.device, args.out, engine)
     case = f"xtuner {engine}"

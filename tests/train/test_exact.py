@@ -106,5 +106,6 @@ def test_a_gap_stops_the_run(model, tmp_path, monkeypatch):
         return output
 
     monkeypatch.setattr(NativeEngine, "generate", off_by_a_bit)
+    worker = {"weight_canary": {"enabled": False}}  # which would see it first
     with pytest.raises(RuntimeError, match="log-probs of engine and trainer are not the same: rollout"):
-        fit(config(model, tmp_path, deterministic=True))
+        fit(config(model, tmp_path, deterministic=True, worker=worker))

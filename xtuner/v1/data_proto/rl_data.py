@@ -160,6 +160,8 @@ class RolloutState(BaseModel):
     """Engine's log-prob of each generated id."""
     logprob_stage: str | None = None
     """Which distribution `logprobs` stand for: `sampled` (after temperature and truncation) or `raw`."""
+    rollout_worker: str | None = None
+    """Name of the worker whose engine answered (last)."""
     routed_experts: Any = None
     """int16 array [P + R - 1, L, K]: the experts that the engine chose for each token of prompt and response in each of
     the L layers that have some. The last generated token has none: it has not been through the model."""
@@ -233,4 +235,5 @@ def reset_response(state: RolloutState) -> None:
     state.response_ids, state.logprobs, state.response_model_steps = [], [], []
     state.response_mask = state.reward = state.finish_reason = state.error_msg = state.judge_error = None
     state.tool_calls = state.routed_experts = state.advantage = state.train_logprobs = state.logprob_stage = None
+    state.rollout_worker = None
     state.status = Status.INIT

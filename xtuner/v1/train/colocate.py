@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtuner.v1.model.hf import checkpoint_dtype
+from xtuner.v1.rl.agent_loop_manager import ProduceBatchResult
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
+from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
+from xtuner.v1.rl.trainer.probe import Probe
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.utils import get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
+from .canary import Canary
 from .checkpoints import expect_files, read_state, saving, write_state
 from .checks import epoch_steps
 from .debug_replay import replay_steps, rollout_only, train_only
@@ -37,6 +41,7 @@ class RLColocateTrainer:
         self.cfg = cfg
         self.loop = asyncio.Runner()
         self.closed = False
+        self.canary = Canary(cfg)
         self.together = False
         """Whether engine and trainer keep their memory in each other's phases."""
         self.debug = cfg.debug_rollout or cfg.debug_train
@@ -86,19 +91,21 @@ class RLColocateTrainer:
         return metrics
 
     async def _step(self, step: int) -> dict[str, float]:
-        cfg, timer = self.cfg, self.timer
+        timer = self.timer
         timer.restart()
         last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
         with timer("produce_batch"):
-            batch = await self.manager.produce_batch(cfg.train_batch_size, step, self.model_step)
+            batch, probe = await self._produce(step)
+        with timer("verify_weights"):
+            compared = await self._verify_weights()
         with timer("onload"):
             await self._to_training(keep_weights=not syncing)
         with timer("prepare_data"):
             report = self.build_samples(batch.groups)
         with timer("training"):
-            results = await self.train(report, step)
-        metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results)
-        self.log_training(step, batch.groups, results)
+            results = await self.train(report, step, probe)
+        metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results) | compared
+        metrics |= self.log_training(step, batch.groups, results)
         with timer("save_ckpt"):
             await self._save(step, last, metrics)
         if evaluating or not last:
@@ -121,6 +128,16 @@ class RLColocateTrainer:
         if metrics:
             self.finish_step(step, metrics)
         return metrics
+
+    async def _produce(self, step: int) -> tuple[ProduceBatchResult, Probe | None]:
+        """The batch of a step; beside it the engines answer the canary, if they have new weights."""
+        assert self.rollout is not None
+        asking = asyncio.create_task(self.canary.ask(self.rollout, self.model_step))
+        try:
+            batch = await self.manager.produce_batch(self.cfg.train_batch_size, step, self.model_step)
+            return batch, await asking
+        finally:
+            asking.cancel()
 
     def _syncs(self, step: int) -> bool:
         return step % self.cfg.sync_weights_interval == 0
@@ -145,8 +162,8 @@ class RLColocateTrainer:
         keep = not worker.free_rollout_routed_experts_in_worker
         return build_samples(groups, self.estimator, worker.pack_max_length, keep)
 
-    async def train(self, report: SampleReport, step: int) -> list[FitResult]:
-        """One train step on every rank."""
+    async def train(self, report: SampleReport, step: int, probe: Probe | None = None) -> list[FitResult]:
+        """One train step on every rank, after `probe` was found in order."""
         cfg, worker, count = self.cfg, self.cfg.train_worker_cfg, len(report.samples)
         if not count:
             raise RuntimeError(f"train step {step}: no sample is left to train on; dropped: {report.dropped}.")
@@ -164,7 +181,8 @@ class RLColocateTrainer:
             seed=None if cfg.deterministic else cfg.seed + step,
             routing_shape=worker.model_cfg.routing_shape if cfg.rollout_config.enable_return_routed_experts else None,
         )
-        calls = [h.call("fit", packs[rank // worker.ranks_per_pack], step) for rank, h in enumerate(self.workers)]
+        ranks = enumerate(self.workers)
+        calls = [h.call("fit", packs[rank // worker.ranks_per_pack], step, probe) for rank, h in ranks]
         return list(await asyncio.gather(*calls))
 
     async def _to_rollout(self, version: int | None) -> None:
@@ -174,11 +192,22 @@ class RLColocateTrainer:
             await self.rollout.wake(("weights",))
             targets = zip(self.workers, self.rollout.worker_names, strict=True)
             await asyncio.gather(*(h.call("push_weights", name, version) for h, name in targets))
-            self.model_step = version
+            self.model_step, self.canary.due = version, True
         self.together = self.together or await self._has_room_for_both()
         if not self.together:
             await self.on_workers("offload")
         await self.rollout.wake(("kv_cache",))
+        if version is not None:
+            await self._verify_weights()
+
+    async def _verify_weights(self) -> dict[str, float]:
+        """Whether the engines have the weights that they were given last; raises StaleWeightsError. The share of the
+        weights that was compared."""
+        assert self.rollout is not None
+        targets = zip(self.workers, self.rollout.worker_names, strict=True)
+        shares = await asyncio.gather(*(h.call("verify_weights", name) for h, name in targets))
+        known = [share for share in shares if share is not None]
+        return {"canary/weights_compared": min(known)} if known else {}
 
     async def _has_room_for_both(self) -> bool:
         """Whether the engine can stay awake from now on, on every device; before an offload, once training has taken
@@ -233,8 +262,9 @@ class RLColocateTrainer:
         assert self.rollout is not None
         return {f"rollout/{k}": float(v) for k, v in (await self.rollout.metrics()).items()}
 
-    def log_training(self, step: int, groups: list[Group], results: list[FitResult]) -> None:
-        """Trajectories with the trainer's log-probs, one row an update, warnings."""
+    def log_training(self, step: int, groups: list[Group], results: list[FitResult]) -> dict[str, float]:
+        """Trajectories with the trainer's log-probs, one row an update, warnings. Metrics of the gap between engines
+        and trainer; raises RolloutGapError if it is too large."""
         assert self.writer is not None
         logprobs = {rid: values for r in results for rid, values in r.train_logprobs.items()}
         for state in (s for group in groups for s in group):
@@ -243,12 +273,18 @@ class RLColocateTrainer:
                 trained = iter(values)
                 values = [next(trained) if m else math.nan for m in state.response_mask]
             state.train_logprobs = values
-        write_trajectories(self.run_dir / "train_rollout" / f"train_rollout_{step}.jsonl", groups)
+        trajectories = self.run_dir / "train_rollout" / f"train_rollout_{step}.jsonl"
+        write_trajectories(trajectories, groups)
         for update in results[0].optimizer_steps:
             self.updates += 1
             self.writer.update(self.updates, step, update)
         for message in results[0].warnings:
             logger.warning(message)
+        gaps = measure_gaps(state for group in groups for state in group)
+        backend = self.rollout.config.backend if self.rollout is not None else None
+        config = self.cfg.train_worker_cfg.rollout_gap
+        enforce(gaps, config, backend or "saved rollouts", step, trajectories)
+        return gap_metrics(gaps)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """The row of the step. It is written last: when it is there, everything else is."""

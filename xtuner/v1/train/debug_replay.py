@@ -47,8 +47,8 @@ async def train_only(trainer: "RLColocateTrainer") -> dict[str, float]:
             report = trainer.build_samples(groups)
         with trainer.timer("training"):
             results = await trainer.train(report, step)
-        trainer.log_training(step, groups, results)
-        metrics = training_metrics(report, results) | trainer.throughput.metrics(report)
+        metrics = training_metrics(report, results) | trainer.log_training(step, groups, results)
+        metrics |= trainer.throughput.metrics(report)
         trainer.finish_step(step, metrics)
     return metrics
 

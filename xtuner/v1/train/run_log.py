@@ -151,6 +151,7 @@ def _trajectory(
         "response_len": len(state.response_ids or []),
         "response_ids": state.response_ids,
         "logprob_stage": state.logprob_stage,
+        "rollout_worker": state.rollout_worker,
         "rollout_logprobs": rollout_logprobs,
         "train_logprobs": train_logprobs,
         "model_steps": sorted(set(state.response_model_steps or [])),

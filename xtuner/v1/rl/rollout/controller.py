@@ -83,6 +83,7 @@ class RolloutController:
                 self._events["refused"] += 1
                 return fail(state, problem)
             if output is not None:
+                state.rollout_worker = replica.name
                 return fill(state, output, self.tokenizer)
             self._warn(
                 f"rollout {state.rollout_id}: {problem} (worker {replica.name}, attempt {attempt + 1} of "
@@ -164,6 +165,18 @@ class RolloutController:
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Take the device memory again; weights come back empty."""
         await self._broadcast("wake", _LIFECYCLE_S, tags)
+
+    async def ask_engines(self, request: GenerateRequest) -> dict[str, GenerateOutput]:
+        """What each engine in service answers to the same request, by the name of its (first) worker; also while
+        generation is paused. One that fails gives an output with `error`."""
+        replicas = self._pool.in_service()
+        calls = (asyncio.wait_for(r.handle.call("ask", request), self.config.rollout_timeout) for r in replicas)
+        answers: dict[str, GenerateOutput] = {}
+        for replica, result in zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, Exception):
+                result = GenerateOutput(request.request_id, error=f"{type(result).__name__}: {result}")
+            answers[replica.name] = result
+        return answers
 
     async def weight_versions(self) -> list[int]:
         """Of every worker that is not lost: version of the weights it serves, -1 for none."""

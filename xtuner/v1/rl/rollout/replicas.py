@@ -94,8 +94,7 @@ class ReplicaPool:
         Raises:
             RuntimeError: no worker is left.
         """
-        broken = {r.engine for r in self.replicas if not r.active}
-        active = [r for r in self.replicas if r.serves and r.engine not in broken]
+        active = self.in_service()
         if not active:
             raise RuntimeError(
                 f"all {len(self.replicas)} rollout workers are out of service; last error: {self.last_error}"
@@ -113,6 +112,11 @@ class ReplicaPool:
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return choice
+
+    def in_service(self) -> list[Replica]:
+        """Workers that requests may go to."""
+        broken = {r.engine for r in self.replicas if not r.active}
+        return [r for r in self.replicas if r.serves and r.engine not in broken]
 
     async def call(self, replica: Replica, method: str, *args: Any) -> Any:
         """A call that ends early when its time is up or the worker is given up.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from xtuner.v1.data_proto import WeightBucket
+from xtuner.v1.rl.weight_update import ReadsWeights
 from xtuner.v1.utils import get_logger
 
 from .backends.base import CountsWork, GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
@@ -108,6 +109,10 @@ class RolloutWorker:
         await self.engine.abort()
 
     async def pause(self) -> None:
+    async def ask(self, request: GenerateRequest) -> GenerateOutput:
+        """Serve a request of the run itself: it is not counted, and a pause does not concern it."""
+        return await self.engine.generate(request)
+
         """End all requests in flight with what they have, and every further one until `resume`."""
         self._paused = True
         await self.engine.abort()
@@ -136,6 +141,10 @@ class RolloutWorker:
     async def weight_version(self) -> int:
         """Of the weights it serves: 0 initial, else that of the last update; -1 for none."""
         return self._version
+
+    def readable(self) -> ReadsWeights | None:
+        """The engine, if it can read back what it computes with."""
+        return self.engine if isinstance(self.engine, ReadsWeights) else None
 
     async def reset_prefix_cache(self) -> None:
         await self.engine.reset_prefix_cache()

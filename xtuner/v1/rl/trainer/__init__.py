@@ -9,16 +9,20 @@ from xtuner.v1.config import LoRAConfig
 from xtuner.v1.rl.loss import RolloutImportanceSampling
 
 from .config import WorkerConfig
+from .guards import GapBounds, RolloutGapConfig, WeightCanaryConfig
 from .packing import pack_samples
 from .samples import SampleReport, TrainingSample, build_samples
 
 __all__ = [
     "FitResult",
+    "GapBounds",
     "LoRAConfig",
+    "RolloutGapConfig",
     "RolloutImportanceSampling",
     "SampleReport",
     "TrainingSample",
     "TrainingWorker",
+    "WeightCanaryConfig",
     "WorkerConfig",
     "build_samples",
     "pack_samples",

@@ -10,6 +10,8 @@ from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.model.splits import split_problems
 from xtuner.v1.rl.loss import BaseRLLossConfig
 
+from .guards import RolloutGapConfig, WeightCanaryConfig
+
 
 class WorkerConfig(XTunerConfig):
     """One training worker a device: model, optimizer, loss, and how a rollout batch is cut into updates."""
@@ -47,6 +49,10 @@ class WorkerConfig(XTunerConfig):
     update_weight_checksum: bool = False
     """After every update, compare a checksum of each weight's bits in the engine with the trainer's. Types of compute
     and rollout must be the same."""
+    weight_canary: WeightCanaryConfig = WeightCanaryConfig()
+    """After every update, look whether the engine has the trainer's weights and computes with them."""
+    rollout_gap: RolloutGapConfig = RolloutGapConfig()
+    """How far the engines' log-probs may be from the trainer's."""
     seed: int | None = None
     """None: the trainer's."""
     share_prompts: bool = True

@@ -26,9 +26,9 @@ from xtuner.v1.rl.loss import (
 )
 from xtuner.v1.rl.loss.metrics import mean_of, sum_of
 from xtuner.v1.rl.utils import peer
-from xtuner.v1.rl.weight_update import push_in_process
+from xtuner.v1.rl.weight_update import Witness, push_in_process
 from xtuner.v1.utils import get_logger
-from xtuner.v1.utils.compiled import compiled_programs
+from xtuner.v1.utils.compiled import as_written, compiled_programs
 from xtuner.v1.utils.device import (
     keep_freed_memory,
     memory_gib,
@@ -40,6 +40,7 @@ from xtuner.v1.utils.device import (
 
 from .config import WorkerConfig
 from .gap import refuse_gap
+from .probe import Probe
 from .room import has_room
 
 
@@ -88,6 +89,9 @@ class TrainingWorker:
         self.programs: int | None = None
         """Compiled programs after the first train step."""
         self.owns_group = False
+        self.witness: Witness | None = None
+        """Of the last weights that were pushed."""
+        self.pushes = 0
 
     # ---------------------------------------------------------------- set-up
 
@@ -160,16 +164,20 @@ class TrainingWorker:
 
     # ---------------------------------------------------------------- the update
 
-    def fit(self, slices: list[list[PackedBatch]], train_step: int) -> FitResult:
+    def fit(self, slices: list[list[PackedBatch]], train_step: int, probe: Probe | None = None) -> FitResult:
         """One train step: every slice is one optimizer step over its packs.
 
         Old log-probs are those of the weights before the first update. With one slice (and no rollout
         correction) they are the ones of the training forward itself; else one forward without gradients gives
         them. All ranks hold equally many packs a slice, and the `ranks_per_pack` neighbours of a pack the same ones.
+        All hold the same `probe`, which is judged first.
         """
         try:
             with self._profiled(train_step):
-                return self._fit([[self._to_device(pack) for pack in packs] for packs in slices])
+                judged = {} if probe is None else self._judge(probe)
+                result = self._fit([[self._to_device(pack) for pack in packs] for packs in slices])
+                result.metrics |= judged
+                return result
         except torch.OutOfMemoryError as error:
             cfg = self.config
             raise RuntimeError(
@@ -178,6 +186,14 @@ class TrainingWorker:
                 f"{cfg.fsdp_cfg.recompute_ratio:g}, or, if the engine stayed on the device, set "
                 f"keep_on_device=False. ({error})"
             ) from error
+
+    def _judge(self, probe: Probe) -> dict[str, float]:
+        """Metrics of the probe; raises StaleWeightsError."""
+        logprobs: dict[int, list[float]] = {}
+        with as_written(self.config.fsdp_cfg.torch_compile):
+            for pack in probe.packs:
+                _by_rollout(pack, self.engine.logprobs(pack.to(self.device)), logprobs)
+        return probe.judge(logprobs)
 
     def _to_device(self, pack: PackedBatch) -> PackedBatch:
         if self.config.offload_rollout_routed_experts:  # each forward fetches them
@@ -349,8 +365,24 @@ class TrainingWorker:
 
     async def push_weights(self, target: str, version: int) -> None:
         """Give the rollout worker `target` of this process the current weights."""
-        cfg = self.config
-        await push_in_process(self.engine, target, version, cfg.bucket_bytes(), cfg.update_weight_checksum)
+        cfg, self.witness = self.config, None
+        if cfg.weight_canary.enabled and (engine := peer(target).readable()) is not None:
+            layers, every = cfg.model_cfg.num_hidden_layers, cfg.weight_canary.every
+            self.witness = Witness(version, self.pushes, every, layers, engine.dtype, engine.sums_by)
+        self.pushes += 1
+        size, checksum = cfg.bucket_bytes(), cfg.update_weight_checksum
+        await push_in_process(self.engine, target, version, size, checksum, self.witness)
+
+    async def verify_weights(self, target: str) -> float | None:
+        """Whether the rollout worker `target` has the weights that it was given last: the share of them that was
+        compared. None if nothing could be.
+
+        Raises:
+            StaleWeightsError: it does not.
+        """
+        if self.witness is None or not await peer(target).health():
+            return None
+        return await self.witness.compare(peer(target).readable(), target)
 
     def has_room_beside(self, target: str) -> bool:
         """Whether the engine of the rollout worker `target` can stay awake while this one trains; asked when training

@@ -1,6 +1,7 @@
 """How new weights reach the engines, and how it is known that they did."""
 
 from .buckets import exhaust, with_checksums
+from .canary import ReadsWeights, StaleWeightsError, Witness
 from .delivery import IncomingWeights, receive_weights, send_weights
 from .disk import read_weights, write_weights
 from .in_process import push_in_process
@@ -12,7 +13,10 @@ __all__ = [
     "IncomingWeights",
     "Inventory",
     "Line",
+    "ReadsWeights",
+    "StaleWeightsError",
     "WeightUpdateError",
+    "Witness",
     "exhaust",
     "push_in_process",
     "read_weights",

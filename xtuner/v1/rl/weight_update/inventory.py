@@ -96,11 +96,11 @@ class Inventory:
     def _with_other_bits(self) -> list[str]:
         found = []
         for names, dtype, wanted in self._checksums:
-            here = bit_sums(self._values(names), dtype)
+            here = bit_sums(self.values(names), dtype)
             found.append((names, here != wanted.to(here.device)))
         return [name for names, differ in found for name, other in zip(names, differ.tolist(), strict=True) if other]
 
-    def _values(self, names: list[str]) -> list[Tensor]:
+    def values(self, names: list[str]) -> list[Tensor]:
         """What the engine has now."""
         return [self._targets[name] for name in names]
 

@@ -25,14 +25,14 @@ from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
 from .runner import Runner
 from .scheduler import Done, Scheduler, Sequence
 from .stable_weights import StableWeights
-from .weights import PlainWeights, WeightReceiver, lay_out_by_input
+from .weights import PlainWeights, ReadableWeights, WeightReceiver, lay_out_by_input
 
 _CPU_OPERATIONS, _LEAST_ROWS = 5e10, 256
 """Multiplications and additions of one step with prompts on a CPU, about a second of a core, so that nobody waits long
 for it; and the least rows all the same."""
 
 
-class NativeEngine:
+class NativeEngine(ReadableWeights):
     """One replica. Everything happens on the caller's event loop; a step is not interrupted.
 
     Requests that arrive before the loop has come round form one batch. The cache grows as responses do; when
@@ -154,7 +154,7 @@ class NativeEngine:
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
         experts = config.routing_shape[:2] if self._return_routed_experts and config.routing_shape else None
-        return PagedRunner(model, PagedCache(*sizes, slots, context, MAX_STEPS, experts))
+        return PagedRunner(model, PagedCache(*sizes, slots, context, 2 * MAX_STEPS, experts))
 
     async def stop(self) -> None:
         if "start" in self._obstacle:  # not started, or stopped already
@@ -410,6 +410,7 @@ class NativeEngine:
     def memory_to_wake(self) -> int | None:
         """See `StaysAwake`."""
         if self.device.type != "cuda" or self.num_ranks > 1 or self._obstacle.keys() & {"start", "failure"}:
+        self._settle()
             return None
         most = self._most_cache_bytes()
         return most if most <= self._cache_room()[0] else None

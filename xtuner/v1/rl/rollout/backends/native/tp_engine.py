@@ -15,6 +15,7 @@ import torch
 from xtuner.v1.data_proto import FinishReason, SampleParams, WeightBucket
 from xtuner.v1.model.config import DenseModelConfig, TransformerConfig
 from xtuner.v1.model.splits import split_problems
+from xtuner.v1.rl.weight_update.canary import SumOf
 from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, MemoryTag
@@ -35,7 +36,8 @@ class TensorParallelEngine(NativeEngine):
 
     What happens to an engine (requests come, go, are aborted; a step is made) happens on the first rank, which tells
     the others, in order. As a step depends on nothing else, all ranks admit, draw and end the same sequences. `start`,
-    `sleep`, `wake`, `update_weights`, `abort` and `stop` are called on every rank, `generate` on the first one.
+    `sleep`, `wake`, `update_weights`, `weight_sums`, `abort` and `stop` are called on every rank, `generate` on the
+    first one.
     """
 
     def __init__(self, model_path: str | Path, *, num_ranks: int, **options: Any) -> None:
@@ -105,6 +107,10 @@ class TensorParallelEngine(NativeEngine):
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         async with self._together("update_weights"):
             await super().update_weights(buckets, version)
+
+    async def weight_sums(self, keys: list[str]) -> dict[str, SumOf]:
+        async with self._together("weight_sums"):
+            return await super().weight_sums(keys)
 
     async def reset_prefix_cache(self) -> None:
         async with self._together("reset_prefix_cache"):

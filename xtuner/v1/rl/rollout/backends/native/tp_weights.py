@@ -67,7 +67,7 @@ class _CutInventory(Inventory):
             shapes[name] = torch.empty(shape, dtype=param.dtype, device="meta")
         super().__init__(shapes)
 
-    def _values(self, names: list[str]) -> list[Tensor]:
+    def values(self, names: list[str]) -> list[Tensor]:
         """Collective: the parts of all ranks, put together."""
         values = []
         for name in names:

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import weight_views
+from xtuner.v1.ops.bit_sums import bit_sums
 from xtuner.v1.ops.copy_all import copy_all
+from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy
 from xtuner.v1.rl.weight_update.inventory import DeliveryError, Inventory, WeightUpdateError, some
 
 _AT_ONCE = 64
@@ -66,6 +68,13 @@ class WeightReceiver:
             raise WeightUpdateError(f"{error} {len(missing)} weights are missing: {some(missing)}.") from error
         inventory.check()
 
+    @torch.no_grad()
+    def sums(self, names: list[str], dtype: torch.dtype) -> dict[str, SumOf]:
+        """`bit_sums` in `dtype` and numbers of elements of what the model has now."""
+        values = self._expected().values(names)
+        elements = (value.numel() for value in values)
+        return dict(zip(names, zip(bit_sums(values, dtype).tolist(), elements, strict=True), strict=True))
+
     def _expected(self) -> Inventory:
         if self._targets is None:
             self._targets = weight_views(self._model)
@@ -76,6 +85,21 @@ class WeightReceiver:
         for start in range(0, len(pairs), _AT_ONCE):
             targets, sources = zip(*pairs[start : start + _AT_ONCE], strict=True)
             copy_all(targets, [rounded(s, bucket.dtype, t.dtype) for t, s in zip(targets, sources, strict=True)])
+
+
+class ReadableWeights:
+    """What an engine has to say of its weights; see `ReadsWeights`."""
+
+    sums_by: SumsBy = "weight"
+    dtype: torch.dtype
+    _receiver: WeightReceiver
+    _obstacle: dict[str, str]
+
+    async def weight_sums(self, keys: list[str]) -> dict[str, SumOf]:
+        """Of what the model has now, to the element."""
+        if why := self._obstacle.get("start") or self._obstacle.get("weights"):
+            raise RuntimeError(f"weight_sums: {why}")
+        return self._receiver.sums(keys, self.dtype)
 
 
 def rounded(source: Tensor, dtype: torch.dtype | None, target_dtype: torch.dtype) -> Tensor:

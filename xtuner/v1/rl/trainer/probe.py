@@ -1,0 +1,103 @@
+"""Whether the engines compute with the trainer's weights: log-probs of what they draw behind a fixed prompt."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xtuner.v1.data_proto import PackedBatch, SampleParams
+from xtuner.v1.rl.rollout.backends.base import GenerateOutput, GenerateRequest
+from xtuner.v1.rl.weight_update import StaleWeightsError
+
+from .packing import pack_samples
+from .samples import TrainingSample
+
+_PROMPT, _ANSWER, _LEAST = 144, 16, 2
+"""Tokens. The prompt fills a page or block of every engine's cache, so that one that was kept shows."""
+
+
+@dataclass(slots=True)
+class Probe:
+    """Answers of the engines after an update, and what a trainer needs to judge them."""
+
+    version: int
+    """Of the weights."""
+    answers: list[dict[str, list[float]]]
+    """The engines that gave the same tokens, with their log-probs, for each of the answers."""
+    packs: list[PackedBatch]
+    """The answers in forwards; `rollout_ids` are places in `answers`."""
+    limit: float
+    """Largest mean |difference| that is taken for rounding."""
+
+    def judge(self, logprobs: Mapping[int, list[float]]) -> dict[str, float]:
+        """Metrics: the largest mean |difference| of an engine's log-probs from the trainer's, by place in `answers`.
+
+        Raises:
+            StaleWeightsError: it is above the limit; names the engine and both sides.
+        """
+        largest = 0.0
+        for place, engines in enumerate(self.answers):
+            ours = logprobs[place]
+            for name, theirs in engines.items():
+                differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+                gap = sum(differences) / len(differences)
+                if not gap <= self.limit:
+                    worst = differences.index(max(differences))
+                    raise StaleWeightsError(
+                        f"{name} does not compute with the weights of version {self.version} that it was given: its "
+                        f"log-probs of the canary's {len(ours)} tokens are {gap:.4g} from the trainer's on average, "
+                        f"{self.limit:g} is allowed (train_worker_cfg.weight_canary.logprob_gap). Farthest apart at "
+                        f"token {worst}: {theirs[worst]!r} by the engine, {ours[worst]!r} by the trainer. Weights in "
+                        "the wrong place, a head, adapter or cached prefix of other weights, or another model than "
+                        "the trainer's. Nothing was trained on its tokens."
+                    )
+                largest = max(largest, gap)
+        return {"canary/logprob_gap": largest, "canary/engines": float(sum(map(len, self.answers)))}
+
+
+def probe_request(vocab_size: int, room: int) -> GenerateRequest | None:
+    """The same prompt and draws every time; None if `room` tokens are too few for that. No end tokens are excluded, as
+    the distribution must be the model's."""
+    answer = min(_ANSWER, room // 4)
+    if answer < _LEAST:
+        return None
+    numbers = random.Random(0)
+    ids = [numbers.randrange(vocab_size * 9 // 10) for _ in range(min(_PROMPT, room - answer))]
+    return GenerateRequest(-1, ids, SampleParams(max_tokens=answer, return_routed_experts=False), seed=0)
+
+
+def make_probe(
+    outputs: Mapping[str, GenerateOutput],
+    request: GenerateRequest,
+    *,
+    version: int,
+    limit: float,
+    hidden_size: int,
+    pad_multiple: int,
+) -> Probe | None:
+    """The probe of these answers, by engine; None if there is none.
+
+    Raises:
+        StaleWeightsError: one comes from other weights than those of `version`, as the engine itself says.
+    """
+    by_tokens: dict[tuple[int, ...], dict[str, list[float]]] = {}
+    for name, output in outputs.items():
+        if wrong := set(output.weight_versions) - {version}:
+            raise StaleWeightsError(
+                f"{name} answers with weights of version {sorted(wrong)}, and it was given version {version}."
+            )
+        by_tokens.setdefault(tuple(output.token_ids), {})[name] = output.logprobs
+    if not by_tokens:
+        return None
+    prompt = request.prompt_ids
+    samples = [
+        TrainingSample(
+            place, prompt + list(tokens[:-1]), [-100] * (len(prompt) - 1) + list(tokens),
+            [0.0] * (len(prompt) - 1 + len(tokens)), None, len(prompt),
+        )
+        for place, tokens in enumerate(by_tokens)
+    ]  # fmt: skip
+    (((*packs,),),) = pack_samples(
+        samples, ranks=1, optimizer_steps=1, pack_max_length=_PROMPT + _ANSWER, hidden_size=hidden_size,
+        share_prompts=True, pad_multiple=pad_multiple,
+    )  # fmt: skip
+    return Probe(version, list(by_tokens.values()), packs, limit)

@@ -1,0 +1,58 @@
+"""The driver's part of the canary: asks the engines, and says what difference is rounding."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from xtuner.v1.rl.rollout.controller import RolloutController
+from xtuner.v1.rl.trainer.probe import Probe, make_probe, probe_request
+from xtuner.v1.utils import get_logger
+
+from .exact import is_exact
+
+if TYPE_CHECKING:
+    from .rl_trainer import RLColocateTrainerConfig
+
+_FLOAT32_GAP, _HALF_GAP = 1e-3, 0.15
+
+
+class Canary:
+    """Asks every engine once after each update."""
+
+    def __init__(self, cfg: "RLColocateTrainerConfig"):
+        self._cfg, self._model = cfg, cfg.train_worker_cfg.model_cfg
+        self.due = False
+        """Whether weights came that no probe has seen."""
+
+    async def ask(self, rollout: RolloutController, version: int) -> Probe | None:
+        """What the engines, which have weights of `version`, say to the fixed prompt; None if none is due."""
+        worker = self._cfg.train_worker_cfg
+        if not (self.due and worker.weight_canary.enabled):
+            return None
+        self.due = False
+        request = probe_request(self._model.vocab_size, min(rollout.context_length, worker.pack_max_length))
+        if request is None:
+            return None
+        outputs = await rollout.ask_engines(request)
+        answered = {name: output for name, output in outputs.items() if output.token_ids and output.logprobs}
+        for name in outputs.keys() - answered.keys():
+            problem = outputs[name].error or f"it has no tokens ({outputs[name].finish_reason})"
+            get_logger().warning(f"{name} did not answer the canary: {problem}")
+        pad = 1 if self._cfg.resources.device == "cpu" else 64
+        return make_probe(
+            answered, request, version=version, limit=gap_limit(self._cfg), hidden_size=self._model.hidden_size,
+            pad_multiple=pad,
+        )  # fmt: skip
+
+
+def gap_limit(cfg: "RLColocateTrainerConfig") -> float:
+    """Largest mean |difference| of an engine's log-probs from the trainer's that is taken for rounding."""
+    wanted = cfg.train_worker_cfg.weight_canary.logprob_gap
+    if wanted is not None:
+        return wanted
+    if is_exact(cfg):
+        return 0.0
+    fsdp, rollout = cfg.train_worker_cfg.fsdp_cfg, cfg.rollout_config
+    on_cpu = cfg.resources.device == "cpu"
+    ours, theirs = (fsdp.cpu_param_dtype, rollout.cpu_dtype) if on_cpu else (fsdp.param_dtype, rollout.dtype)
+    return _FLOAT32_GAP if ours == theirs == torch.float32 else _HALF_GAP
