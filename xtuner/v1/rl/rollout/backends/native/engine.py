@@ -154,7 +154,7 @@ class NativeEngine(ReadableWeights):
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
         experts = config.routing_shape[:2] if self._return_routed_experts and config.routing_shape else None
-        return PagedRunner(model, PagedCache(*sizes, slots, context, 2 * MAX_STEPS, experts))
+        return PagedRunner(model, PagedCache(*sizes, slots, context, MAX_STEPS, experts))
 
     async def stop(self) -> None:
         if "start" in self._obstacle:  # not started, or stopped already
@@ -410,7 +410,6 @@ class NativeEngine(ReadableWeights):
     def memory_to_wake(self) -> int | None:
         """See `StaysAwake`."""
         if self.device.type != "cuda" or self.num_ranks > 1 or self._obstacle.keys() & {"start", "failure"}:
-        self._settle()
             return None
         most = self._most_cache_bytes()
         return most if most <= self._cache_room()[0] else None
