@@ -10,22 +10,34 @@ import pytest
 from .build_env import environment
 from .helpers import Engines, write_model
 
-ENGINES = ("sglang", "vllm")
+ENGINES = ("lmdeploy", "sglang", "vllm")
 WANTED = os.environ.get("XTUNER_TEST_ENGINES", "").split()
 if not WANTED:
     collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="session", params=[name for name in ENGINES if name in WANTED or "all" in WANTED])
-def engine_name(request: pytest.FixtureRequest) -> Iterator[str]:
+def engine_name(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The engine, with its environment built and named."""
     name = request.param
     variable = f"XTUNER_{name.upper()}_PYTHON"
     before = os.environ.get(variable)
-    os.environ[variable] = before or str(environment(name))
+    python = before or str(environment(name))
+    if name == "lmdeploy":
+        python = _with_stand_in(python, tmp_path_factory.mktemp("bin") / "python")
+    os.environ[variable] = python
     yield name
     if before is None:
         del os.environ[variable]
+    else:
+        os.environ[variable] = before
+
+
+def _with_stand_in(python: str, path: Path) -> str:
+    """An interpreter whose LMDeploy can do without a GPU."""
+    path.write_text(f'#!/bin/sh\nexec "{python}" "{Path(__file__).with_name("stand_in_lmdeploy.py")}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -73,8 +73,9 @@ def test_log_probs_are_of_what_was_drawn_from(engines, engine, temperature):
     folder = update(engines, engine, 1, 5)
     outputs = engines.generate(engine, *(request(i, temperature=temperature, max_tokens=40) for i in range(SLOTS + 4)))
     for i, output in enumerate(outputs):
-        assert output.finish_reason in ("stop", "length") and output.logprob_stage == "sampled"
-        expected = logprobs_of(folder, prompt(i), output, temperature)
+        raw = engines.name == "lmdeploy"
+        assert output.finish_reason in ("stop", "length") and output.logprob_stage == ("raw" if raw else "sampled")
+        expected = logprobs_of(folder, prompt(i), output, 1.0 if raw else temperature)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-5, rtol=0)
     assert len({tuple(o.token_ids) for o in outputs}) == len(outputs)
 
@@ -87,7 +88,7 @@ def test_truncation_changes_the_stage_or_the_log_probs(engines, engine):
     if engines.name == "vllm":
         assert output.logprob_stage == "sampled" and bool((logprobs > whole + 1e-3).all())
     else:
-        assert output.logprob_stage == "scaled"
+        assert output.logprob_stage == ("raw" if engines.name == "lmdeploy" else "scaled")
         torch.testing.assert_close(logprobs, whole, atol=1e-5, rtol=0)
 
 
@@ -95,7 +96,7 @@ def test_alternatives_are_the_most_likely_tokens(engines, engine):
     folder = update(engines, engine, 1, 6)
     (output,) = engines.generate(engine, request(0, temperature=0.7, top_logprobs=3, max_tokens=8))
     rows = logits(folder, prompt(0) + output.token_ids)[len(prompt(0)) - 1 : -1]
-    best, ids = torch.log_softmax(rows / 0.7, -1).topk(3)
+    best, ids = torch.log_softmax(rows / (1.0 if engines.name == "lmdeploy" else 0.7), -1).topk(3)
     assert [[token for token, _ in row] for row in output.top_logprobs] == ids.tolist()
     reported = torch.tensor([[value for _, value in row] for row in output.top_logprobs])
     torch.testing.assert_close(reported, best, atol=1e-5, rtol=0)
@@ -206,7 +207,10 @@ def test_an_update_that_is_not_whole_is_refused_and_nothing_is_served_until_one_
 def test_nobody_without_the_key_is_served(engines, engine):
     import httpx
 
-    paths = {"sglang": ["/generate", "/update_weights_from_disk"], "vllm": ["/v1/completions", "/collective_rpc"]}
+    paths = {
+        "lmdeploy": ["/generate", "/update_weights"], "sglang": ["/generate", "/update_weights_from_disk"],
+        "vllm": ["/v1/completions", "/collective_rpc"],
+    }  # fmt: skip
     for path in paths[engines.name]:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             answer = httpx.post(
@@ -222,6 +226,8 @@ def test_nobody_without_the_key_is_served(engines, engine):
 
 @pytest.mark.parametrize("who", ["server", "all"])
 def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines, engine, who):
+    if engines.name == "lmdeploy":
+        pytest.skip("its weights are nowhere else: test_memory.py")
     folder = update(engines, engine, 1, 20)
     supervisor, before = engine.server.pid, descendants(engine.server.pid)
 
@@ -252,6 +258,8 @@ def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines
 
 @pytest.mark.parametrize("when", ["asleep", "before an update"])
 def test_killed_between_requests_it_comes_back_with_the_next_weights(engines, engine, when):
+    if engines.name == "lmdeploy" and when == "before an update":
+        pytest.skip("an update that finds it dead is lost: test_memory.py")
     update(engines, engine, 1, 30)
     if when == "asleep":
         engines.run(engine.sleep())

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.rollout import worker
-from xtuner.v1.rl.rollout.backends.options import NO_EFFECT_IN_SERVED, NOT_IN_SERVED, engine_options
+from xtuner.v1.rl.rollout.backends.options import engine_options, no_effect_in, not_in
 from xtuner.v1.rl.rollout.worker import RolloutConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
 
@@ -178,7 +178,6 @@ def test_a_foreign_engine_is_refused_with_the_reason_before_anything_of_it_is_im
             RolloutConfig(model_path="m", backend=name).resolve_backend()
         return str(info.value)
 
-    assert "'lmdeploy' is not driven by this version yet; use one of ('sglang', 'vllm'), or set" in refusal("lmdeploy")
     python = engine("vllm", "")
     assert f"'vllm' is not installed for {python}: pip install 'xtuner[vllm]', name the interpreter" in refusal("vllm")
     python = engine("vllm", "0.9.1")
@@ -221,6 +220,24 @@ def test_what_a_served_engine_cannot_honour_is_refused_by_name(engine, model):
     assert "log_level" not in text and "key-1" not in text
 
 
+def test_what_lmdeploy_cannot_honour_is_refused_by_name(engine, model):
+    engine("lmdeploy", "0.18.0")
+    config = RolloutConfig(model_path=model, backend="lmdeploy", fp32_lm_head=True, random_seed=7)
+    assert config.resolve("cuda").backend == "lmdeploy"
+    with pytest.raises(RuntimeError, match="'lmdeploy' is driven on CUDA only yet, and the run is on 'cpu'"):
+        config.resolve("cpu")
+    wrong = {
+        "enable_prefix_caching": True, "enable_chunked_prefill": True, "tokenizer_path": "there",
+        "weight_transport_type": "folder", "dtype": "float32", "deterministic": True,
+        "extra_rollout_config": {"lmdeploy_session_len": 9, "lmdeploy_eager_mode": True},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="rollout_config: the lmdeploy engine cannot honour") as info:
+        RolloutConfig(model_path=model, backend="lmdeploy", **wrong).resolve("cuda")
+    for name in wrong.keys() - {"extra_rollout_config"}:
+        assert f"{name}=" in str(info.value)
+    assert "['lmdeploy_session_len']: set context_length" in str(info.value) and "eager" not in str(info.value)
+
+
 def test_options_become_arguments():
     given = {
         "vllm_python": "/p", "vllm_env": {"A": 1}, "vllm_some_flag": True, "vllm_off": False, "vllm_none": None,
@@ -231,7 +248,7 @@ def test_options_become_arguments():
     assert options.env == {"A": "1"}
 
 
-@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+@pytest.mark.parametrize("backend", ["lmdeploy", "sglang", "vllm"])
 def test_every_field_does_something_is_refused_or_is_said_to_do_nothing(backend):
     """A new field must not be accepted and ignored."""
     sources = "".join(
@@ -240,14 +257,14 @@ def test_every_field_does_something_is_refused_or_is_said_to_do_nothing(backend)
             "worker.py", "controller.py", "backends/served.py", f"backends/{backend}.py", "backends/options.py",
         )
     )  # fmt: skip
-    known = set(NOT_IN_SERVED) | set(NO_EFFECT_IN_SERVED)
+    known = set(not_in(backend)) | set(no_effect_in(backend))
     used = {name for name in RolloutConfig.model_fields if re.search(rf"\b(config|c)\.{name}\b", sources)}
     elsewhere = {"env", "device", "gpu_memory_utilization"}  # labels, and what is of a GPU
     assert set(RolloutConfig.model_fields) - known - used - elsewhere == set()
     assert not known & {"model_path", "context_length"}
 
 
-@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+@pytest.mark.parametrize("backend", ["lmdeploy", "sglang", "vllm"])
 def test_every_sampling_parameter_reaches_the_engine_or_is_refused(backend):
     """What is left out of a request would silently be the server's default."""
     folder = Path(worker.__file__).parent

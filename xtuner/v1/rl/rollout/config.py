@@ -12,10 +12,10 @@ from xtuner.v1.config import TorchDtype, XTunerConfig
 from xtuner.v1.utils import get_logger
 
 from .backends.options import (
-    NO_EFFECT_IN_SERVED,
-    NOT_IN_SERVED,
     device_problem,
     engine_problem,
+    no_effect_in,
+    not_in,
     option_problems,
 )
 
@@ -284,7 +284,7 @@ class RolloutConfig(XTunerConfig):
     def _check_options(self, backend: Backend) -> None:
         refused = [
             f"{name}={'(hidden)' if name == 'api_key' else repr(getattr(self, name))} ({reason})"
-            for name, reason in (_NOT_IN_NATIVE if backend == "native" else NOT_IN_SERVED).items()
+            for name, reason in (_NOT_IN_NATIVE if backend == "native" else not_in(backend)).items()
             if self._changed(name)
         ]
         if backend != "native":
@@ -313,7 +313,7 @@ class RolloutConfig(XTunerConfig):
         if problem := config.workers_problem(ranks):
             raise ValueError(problem)
         address = launcher.rendezvous() if config.tensor_parallel_size > 1 else None
-        without_effect = _NO_EFFECT_IN_NATIVE if config.backend == "native" else NO_EFFECT_IN_SERVED
+        without_effect = _NO_EFFECT_IN_NATIVE if config.backend == "native" else no_effect_in(str(config.backend))
         if idle := [name for name in without_effect if self._changed(name)]:
             get_logger().info(f"rollout_config: no effect with the {config.backend} engine: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(ranks)]

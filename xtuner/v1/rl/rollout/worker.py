@@ -51,6 +51,10 @@ class RolloutWorker:
             from .backends.vllm import VLLMEngine
 
             return VLLMEngine(config, self.rank, self.device, log_dir)
+        if config.backend == "lmdeploy":
+            from .backends.lmdeploy import LMDeployEngine
+
+            return LMDeployEngine(config, self.rank, self.device, log_dir)
         from .backends.native import NativeEngine, TensorParallelEngine
 
         assert config.context_length is not None and config.rollout_max_batch_size_per_instance is not None

@@ -29,6 +29,7 @@ class TrainingSample:
     prompt_len: int
     """P; rows [0, P) may be shared with siblings that have the same prompt."""
     temperature: float = 1.0
+    """Of the distribution that log-probs are of, the engine's and so the trainer's."""
     routed_experts: np.ndarray | None = None
     """int16 [P + R - 1, L, K], the engine's experts for each of `input_ids`; it may end earlier. None: not known."""
 
@@ -68,7 +69,7 @@ def make_sample(state: RolloutState, advantage: float) -> TrainingSample:
         advantages=[0.0] * pad + advantages,
         rollout_logprobs=None if logprobs is None else [0.0] * pad + logprobs,
         prompt_len=len(prompt),
-        temperature=state.sample_params.temperature,
+        temperature=1.0 if state.logprob_stage == "raw" else state.sample_params.temperature,
         routed_experts=_experts(state, len(prompt) + length - 1),
     )
 
@@ -106,14 +107,15 @@ def build_samples(
     A member that is not COMPLETED, has no token, or could not be judged takes no part in the statistics. A group
     with one member left has advantage 0. A sample longer than a pack is left out of training (and counted), but
     its reward stays in its group's statistics. `state.advantage` is set for every trainable member. The engine's
-    experts move from the states to the samples, unless they are to be kept.
+    experts move from the states to the samples, unless they are to be kept. Where log-probs are of the model's own
+    distribution although another temperature was drawn with, training is at temperature 1, and counted.
     """
     samples: list[TrainingSample] = []
     dropped: dict[str, int] = {}
     rewards_all: list[float] = []
     lengths: list[int] = []
     prompts: list[int] = []
-    weighted = no_signal = cut = 0.0
+    weighted = no_signal = cut = unscaled = 0.0
     for group in groups:
         members = [state for state in group if is_trainable(state)]
         if missing := len(group) - len(members):
@@ -131,6 +133,7 @@ def build_samples(
             prompts.append(len(state.prompt_ids))
             cut += state.finish_reason == "length"
             weighted += advantage * len(state.response_ids)
+            unscaled += state.logprob_stage == "raw" and state.sample_params.temperature != 1
             sample = make_sample(state, advantage)
             if not keep_routed_experts:
                 state.routed_experts = None
@@ -150,6 +153,8 @@ def build_samples(
             "response_len/cut_share": cut / len(lengths),
             "no_signal_group_share": no_signal / len(groups),
         }
+    if unscaled:
+        metrics["unscaled_logprob_share"] = unscaled / len(lengths)
     for reason, count in dropped.items():
         metrics[f"dropped/{reason}"] = count
     return SampleReport(samples, dropped, metrics)

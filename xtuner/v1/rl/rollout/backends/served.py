@@ -177,14 +177,21 @@ class ServedEngine(ABC):
         await self._restart_ended()  # it takes memory until then
         await self._end_abandoned()
         if self.device != "cpu" and wanted and self.server.alive:
-            await self.release(wanted)
-            self._asleep |= wanted
+            try:
+                await self.release(wanted)
+                self._asleep |= wanted
+            except ServerDied as death:  # it has given back all it had; waking it brings it back
+                get_logger().error(str(death))
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         await self._ensure_alive()
         if wanted := self._asleep & set(tags):
-            await self.resume(wanted)
-            self._asleep -= wanted
+            try:
+                await self.resume(wanted)
+                self._asleep -= wanted
+            except ServerDied as death:  # the next one is awake
+                self._bring_back(str(death))
+                await self._ensure_alive()
         for tag in tags:
             self._obstacle.pop(tag, None)
 
