@@ -109,14 +109,14 @@ class RolloutWorker:
             return GenerateOutput(request.request_id, finish_reason="abort")
         return await self.engine.generate(request)
 
-    async def abort(self) -> None:
-        await self.engine.abort()
-
-    async def pause(self) -> None:
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
         """Serve a request of the run itself: it is not counted, and a pause does not concern it."""
         return await self.engine.generate(request)
 
+    async def abort(self) -> None:
+        await self.engine.abort()
+
+    async def pause(self) -> None:
         """End all requests in flight with what they have, and every further one until `resume`."""
         self._paused = True
         await self.engine.abort()
@@ -142,13 +142,13 @@ class RolloutWorker:
         the device."""
         return self.engine.memory_to_wake() if isinstance(self.engine, StaysAwake) else None
 
-    async def weight_version(self) -> int:
-        """Of the weights it serves: 0 initial, else that of the last update; -1 for none."""
-        return self._version
-
     def readable(self) -> ReadsWeights | None:
         """The engine, if it can read back what it computes with."""
         return self.engine if isinstance(self.engine, ReadsWeights) else None
+
+    async def weight_version(self) -> int:
+        """Of the weights it serves: 0 initial, else that of the last update; -1 for none."""
+        return self._version
 
     async def reset_prefix_cache(self) -> None:
         await self.engine.reset_prefix_cache()
