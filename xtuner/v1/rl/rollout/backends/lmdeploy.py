@@ -110,8 +110,8 @@ class LMDeployEngine(ServedEngine):
             return f"sample_params.repetition_penalty={p.repetition_penalty}: lmdeploy leaves the prompt out; set 1."
         if p.presence_penalty or p.frequency_penalty:
             return (
-                f"sample_params.presence_penalty={p.presence_penalty}, frequency_penalty={p.frequency_penalty}: lmdeploy "
-                "has no such penalties; set 0."
+                f"sample_params.presence_penalty={p.presence_penalty}, frequency_penalty={p.frequency_penalty}: "
+                "lmdeploy has no such penalties; set 0."
             )
         if p.temperature > 2:
             return f"sample_params.temperature={p.temperature}: lmdeploy takes up to 2; lower it."

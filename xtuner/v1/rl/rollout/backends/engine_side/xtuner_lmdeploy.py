@@ -1,5 +1,5 @@
-"""Starts LMDeploy's server, in its environment: with a key that neither the command line nor the log shows, and with what
-its engine can do but its requests cannot ask for."""
+"""Starts LMDeploy's server, in its environment: with a key that neither the command line nor the log shows, and with
+what its engine can do but its requests cannot ask for."""
 
 import os
 import sys
