@@ -1,5 +1,5 @@
 """The demo: a tiny model that learns arithmetic word problems in two minutes on a laptop."""
 
-from .run import run_demo
+from .run import prepare_demo, run_demo
 
-__all__ = ["run_demo"]
+__all__ = ["prepare_demo", "run_demo"]

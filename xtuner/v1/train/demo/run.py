@@ -110,24 +110,10 @@ def run_demo(work_dir: str | Path, steps: int = 120, accelerator: str = "cpu") -
     Leaves in `work_dir`: data/, model/ (the warmed-up model), grpo_demo.py, runs/ and learning_curve.png.
     Returns seconds of each part and the accuracies.
     """
-    folder, device = Path(work_dir).absolute(), resolve_device(accelerator.upper())
-    log = get_logger()
+    folder, log = Path(work_dir).absolute(), get_logger()
     start = time.perf_counter()
-    write_rows(folder / "data" / "train.jsonl", make_rows(4096, seed=21, evaluation=False))
-    write_rows(folder / "data" / "eval.jsonl", make_rows(256, seed=22, evaluation=True))
-    model = folder / "model"
-    write_config(model)
-    write_tokenizer(model)
-    log.info("demo: a model of 0.44 M parameters learns two-digit word problems from worked solutions")
-    with rare_garbage_collection():
-        warm = asyncio.run(warm_start_of(model, device))
+    config, warm = prepare_demo(folder, steps, accelerator)
     warmed = time.perf_counter()
-    config = folder / "grpo_demo.py"
-    evaluate_step = max(1, steps // 5)
-    config.write_text(
-        CONFIG.format(config=config, accelerator=accelerator.upper(), steps=steps, evaluate_step=evaluate_step),
-        encoding="utf-8",
-    )
     log.info(f"demo: now GRPO, from {warm:.2f} on; configuration in {config}")
     trainer = _load(config).build()
     run_dir = trainer.run_dir
@@ -149,6 +135,26 @@ def run_demo(work_dir: str | Path, steps: int = 120, accelerator: str = "cpu") -
         f"Try next:         {_program()} train {config} --set train_worker_cfg.optim_cfg.lr=1e-4\n"
     )
     return summary
+
+
+def prepare_demo(folder: Path, steps: int, accelerator: str) -> tuple[Path, float]:
+    """Data, warmed-up model and configuration in `folder`. Returns the configuration's path and the accuracy."""
+    device = resolve_device(accelerator.upper())
+    write_rows(folder / "data" / "train.jsonl", make_rows(4096, seed=21, evaluation=False))
+    write_rows(folder / "data" / "eval.jsonl", make_rows(256, seed=22, evaluation=True))
+    model = folder / "model"
+    write_config(model)
+    write_tokenizer(model)
+    get_logger().info("demo: a model of 0.44 M parameters learns two-digit word problems from worked solutions")
+    with rare_garbage_collection():
+        warm = asyncio.run(warm_start_of(model, device))
+    config = folder / "grpo_demo.py"
+    evaluate_step = max(1, steps // 5)
+    config.write_text(
+        CONFIG.format(config=config, accelerator=accelerator.upper(), steps=steps, evaluate_step=evaluate_step),
+        encoding="utf-8",
+    )
+    return config, warm
 
 
 async def warm_start_of(model: Path, device: torch.device) -> float:

@@ -1,0 +1,74 @@
+"""The tutorial's run on two cards is that of one: what it draws, earns and learns, and nothing is left behind.
+
+    TUTORIAL_CONFIG=my_grpo.py python -m pytest tests/gpu/test_two_cards_run.py
+
+Without the variable: the example's configuration.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # two_cards
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+SHAPE, ACCELERATOR, DEVICE = "qwen3-0.6b", "gpu", "cuda"
+STEPS, PROMPTS = 3, 64
+PARTS = ("step", "produce_batch", "training")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> tuple[Path, Path]:
+    """A folder, and the configuration in it."""
+    from two_cards import write_config, write_guessing_model, write_questions
+
+    folder = tmp_path_factory.mktemp("two-cards")
+    rows = write_questions(folder / "rows.jsonl", 2 * PROMPTS, 5)
+    return folder, write_config(folder, write_guessing_model(folder / "model", SHAPE, DEVICE), rows)
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_three_steps_on_two_cards_are_those_of_one(place, mode):
+    """Engines draw by the request, whichever card serves it.
+
+    Exact mode: the first step is the same to the bit, and its loss but for the order of a sum. Gradients are of
+    bfloat16 activations in other packs and are summed in bfloat16: each number errs by up to 2^-9, the norm by less.
+    The update then moves some weights whose gradients are near 0 the other way, by 2e-6 where neighbours in bfloat16
+    are 1e-4 apart, so one in fifty of them rounds otherwise: from the second step on a draw differs now and then.
+
+    Fast mode: products of other sizes are rounded otherwise from the first step on.
+    """
+    from two_cards import Cards, CommandLineRun, comparison, show
+
+    folder, config = place
+    options = ["--accelerator", ACCELERATOR, "--set", f"total_train_steps={STEPS}"]
+    options += ["--set", f"train_batch_size={PROMPTS}", "--set", f"deterministic={mode == 'exact'}"]
+    one = CommandLineRun(config, folder / f"{mode}-1", "--num-workers", "1", *options).finish()
+    with Cards() as cards:
+        two = CommandLineRun(config, folder / f"{mode}-2", "--num-workers", "2", *options).finish()
+    cards.assert_free_again()
+    show("cards at most, MiB and %", cards.peaks)
+    assert all(memory > 20_000 and busy > 50 for memory, busy in cards.peaks[:2])
+    steps = [comparison(one, two, step) for step in range(1, STEPS + 1)]
+    for step in steps:
+        show(mode, step)
+    for n, run in ((1, one), (2, two)):
+        show(f"seconds of steps, generation, training on {n}", [run.series(f"time/{part}") for part in PARTS])
+    first, *later = steps
+    assert 0.05 < first["reward"][0] < 0.95 and all(abs(loss) > 1e-4 for loss in first["loss"])
+    if mode == "exact":
+        assert first["same_responses"] == first["same_rewards"] == 1 and first["logprob_gap_max"] == 0
+        assert first["loss"][1] == pytest.approx(first["loss"][0], abs=1e-6)
+    for step in steps:
+        assert step["grad_norm"][1] == pytest.approx(step["grad_norm"][0], rel=0.02 if step is first else 0.15)
+        assert step["same_rewards"] > 0.8 and step["reward"][1] == pytest.approx(step["reward"][0], abs=0.05)
+        assert step["loss"][1] == pytest.approx(step["loss"][0], abs=0.02)
+        assert step["logprob_gap"] < 0.01
+    assert one.rows[-1]["mismatch/mismatch_logprob_abs_diff"] == pytest.approx(
+        two.rows[-1]["mismatch/mismatch_logprob_abs_diff"], abs=0.01
+    )
+    assert two.series("rollout/requests") == one.series("rollout/requests")
