@@ -23,14 +23,26 @@ CONTEXT, SLOTS = 256, 8
 CLASSES = {"lmdeploy": "LMDeployEngine", "sglang": "SGLangEngine", "vllm": "VLLMEngine"}
 
 
-def write_model(folder: Path, seed: int, std: float = 0.12, hidden_size: int = 128, tied: bool = True) -> Path:
-    """Random weights, wide enough that the most likely token stands out. `tied`: the head, to the embedding."""
-    source = folder.parent / ("source" if tied else "source-untied")
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""What is other than in the demo's model, whose head is tied to the embedding."""
+
+
+def write_model(folder: Path, seed: int, std: float = 0.12, hidden_size: int = 128, kind: str = "tied") -> Path:
+    """Random weights, wide enough that the most likely token stands out."""
+    source = folder.parent / f"source-{kind}"
     if not source.exists():
         write_config(source, hidden_size)
         write_tokenizer(source)
         config = source / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": tied}))
+        config.write_text(json.dumps(json.loads(config.read_text()) | KINDS[kind]))
     model = get_model_config_from_hf(source).build("cpu")
     model.init_weights(seed, std)
     save_hf_model(export_hf_tensors(model, torch.float32), model.config, folder, source_dir=source)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.helpers import Engines, buckets, logprobs_of, prompt, request, write_model
+from tests.engines.helpers import KINDS, Engines, buckets, logprobs_of, prompt, request, write_model
 from tests.train.helpers import config, fit
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier, MemoryCarrier
@@ -33,8 +33,8 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def models(folder: Path, tied: bool = True) -> list[Path]:
-    return [write_model(folder / f"model-{seed}", seed, std=0.06, hidden_size=256, tied=tied) for seed in range(2)]
+def models(folder: Path, kind: str = "tied") -> list[Path]:
+    return [write_model(folder / f"model-{seed}", seed, std=0.06, hidden_size=256, kind=kind) for seed in range(2)]
 
 
 def free() -> float:
@@ -42,11 +42,11 @@ def free() -> float:
     return torch.cuda.mem_get_info()[0] / GIB
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_sleep_and_new_weights(name, tied, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_sleep_and_new_weights(name, kind, tmp_path):
     """Weights come through memory of the GPU, in more buckets than there are buffers, and once in a folder."""
     started = time.perf_counter()
-    folders = models(tmp_path, tied)
+    folders = models(tmp_path, kind)
 
     def timed(what, coroutine):
         start = time.perf_counter()
