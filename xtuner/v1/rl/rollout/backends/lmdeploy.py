@@ -90,8 +90,8 @@ class LMDeployEngine(ServedEngine):
         meta = answer["meta_info"]
         ids = answer["output_ids"]
         drawn = meta["output_token_logprobs"] or []
-        said = (meta["finish_reason"] or {}).get("type")
-        reason = _REASONS.get(said, "error")
+        said = str((meta["finish_reason"] or {}).get("type"))
+        reason: FinishReason = _REASONS.get(said, "error")
         error = f"lmdeploy: finish_reason {said!r}" if reason == "error" else None
         logprobs = [float(value) for value, _ in drawn] if p.return_logprob else []
         output = GenerateOutput(request.request_id, ids, logprobs, [], reason, "raw", error)
