@@ -71,7 +71,7 @@ def test_sleep_and_new_weights(name, kind, tmp_path):
         engines = Engines(name, folders, tmp_path / "logs", runner, device="cuda")
         try:
             engine = engines.start(
-                skip_load_weights=True, gpu_memory_utilization=0.3, extra_rollout_config=OPTIONS[name]
+                skip_load_weights=True, gpu_memory_utilization=0.6, extra_rollout_config=OPTIONS[name]
             )
             print(f"{name}: start {time.perf_counter() - started:.1f} s, {free():.1f} GiB free", flush=True)
             assert isinstance(engine.carrier, MemoryCarrier)
