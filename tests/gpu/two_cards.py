@@ -1,5 +1,6 @@
 """Whole runs from the command line, on one card and on two, and what they leave behind."""
 
+import atexit
 import json
 import os
 import secrets
@@ -90,6 +91,7 @@ class CommandLineRun:
             self.process = subprocess.Popen(
                 [*map(str, command), *options], stdout=log, stderr=log, env=environment, start_new_session=True
             )
+        atexit.register(self.kill)  # whatever ends the test
 
     def finish(self, seconds: float = LIMIT_S) -> Run:
         """What it left, once it has ended well and none of its processes lives any more."""
