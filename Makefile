@@ -1,6 +1,6 @@
 # make setup   an environment in .venv, once        make demo   a tiny model learns arithmetic, on any machine
 # make test    the tests                            make lint   ruff and mypy
-# make test-engines   tests with real vLLM and SGLang, in environments that are built once
+# make test-engines   tests with real vLLM, SGLang and LMDeploy, in environments that are built once (make test-vllm: one)
 # make clean   remove .venv and caches              PYTHON=python3.12 chooses the interpreter (3.11 or newer)
 
 PYTHON ?= python3
@@ -8,8 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
+ENGINES := vllm sglang lmdeploy
 
-.PHONY: help setup test test-engines lint demo clean
+.PHONY: help setup test test-engines $(ENGINES:%=test-%) lint demo clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,8 +21,12 @@ setup: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
+# Two at a time: starting one keeps a core busy. Their models are too small for more threads.
 test-engines: $(VENV)/.dev
-	XTUNER_TEST_ENGINES=all $(BIN)/python -m pytest tests/engines
+	$(MAKE) --keep-going --jobs=2 --output-sync=target $(ENGINES:%=test-%)
+
+$(ENGINES:%=test-%): test-%: $(VENV)/.dev
+	OMP_NUM_THREADS=1 XTUNER_TEST_ENGINES=$* $(BIN)/python -m pytest tests/engines --durations=5
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -148,6 +148,12 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def server_processes(pid: int) -> list[int]:
+    """Those that supervisors among the descendants of a process watch over."""
+    supervisors = [p for p in descendants(pid) if b"supervisor.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [int(child) for p in supervisors for child in Path(f"/proc/{p}/task/{p}/children").read_text().split()]
+
+
 def running(pids: set[int]) -> set[int]:
     """Those that are there and no zombies."""
     there = set()
