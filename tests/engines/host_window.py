@@ -1,6 +1,6 @@
-"""Memory of the host in the place of a GPU's, by the name of a file, for a server that has none."""
+"""Memory of the host in the place of a GPU's, for a server that has none."""
 
-import tempfile
+import os
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ class HostWindow:
     """`lmdeploy_weights.Window`."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="xtuner-window-")
-        self.memory = torch.from_file(self._file.name, shared=True, size=num_bytes, dtype=torch.uint8)
+        self._file = os.memfd_create("window")
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.memory = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        os.close(self._file)
 
     def handle(self, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
-        return opened, (self._file.name, self.memory.numel(), dtype, None, None, None, None)
+        return opened, (self._path, self.memory.numel(), dtype, None, None, None, None)
 
     def fence(self) -> dict[str, Any]:
         return {}

@@ -10,7 +10,7 @@ class LMDeployEngine(lmdeploy.LMDeployEngine):
     """Its weights come through host memory; of the device there is nothing to ask."""
 
     def new_carrier(self) -> BucketCarrier:
-        return BucketCarrier(self.server, HostWindow)
+        return BucketCarrier(self, HostWindow)
 
     def device_bytes(self) -> int:
         return 1 << 34

@@ -88,6 +88,7 @@ class Engine:
         from lmdeploy.pytorch.engine.model_agent.agent import BaseModelAgent
 
         assert "weights" not in self.asleep, "the weights are on the meta device"
+        assert "kv_cache" in self.asleep, "graphs have been captured with the weights that there were"
         torch.cuda.current_device = lambda: "the device"  # type: ignore[assignment]
         torch.cuda.synchronize = lambda: None  # type: ignore[assignment,misc]
         if not hasattr(self, "agent"):

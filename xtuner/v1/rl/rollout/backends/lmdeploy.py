@@ -138,5 +138,19 @@ class LMDeployEngine(ServedEngine):
         named = "" if tags == self._asleep else "?" + "&".join(f"tags={tag}" for tag in sorted(tags))
         await self.server.post(f"/wakeup{named}", {}, timeout=CALL_S)
 
+    # ---- weights ----
+
     def new_carrier(self) -> Carrier:
-        return BucketCarrier(self.server)
+        return BucketCarrier(self)
+
+    async def ready_for_weights(self) -> None:
+        """An update while it is awake could leave its graphs with the weights that they were captured with."""
+        if "kv_cache" not in self._asleep:
+            await self.release({"weights", "kv_cache"})
+            self._asleep.add("kv_cache")
+            await self.resume({"weights"})
+
+    async def has_weights(self) -> None:
+        if "kv_cache" in self._asleep and "kv_cache" not in self._obstacle:
+            await self.resume({"kv_cache"})
+            self._asleep.discard("kv_cache")

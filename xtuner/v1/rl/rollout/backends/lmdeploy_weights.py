@@ -1,5 +1,6 @@
 """New weights for LMDeploy: flat buckets in device memory, which its process reads where they are."""
 
+import asyncio
 import base64
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
@@ -18,6 +19,19 @@ from .carriers import Carrier
 from .server import EngineServer, ServerDied, ServerRefused
 
 _CALL_S = 300.0
+_LOG_S = 0.5
+
+
+class TakesBuckets(Protocol):
+    """The engine."""
+
+    server: EngineServer
+
+    async def ready_for_weights(self) -> None:
+        """Before an update."""
+
+    async def has_weights(self) -> None:
+        """After it."""
 
 
 class Window(Protocol):
@@ -67,14 +81,15 @@ class CudaWindow:
 class BucketCarrier(Carrier):
     """A call of /update_weights for each bucket and type, and one that ends them. Nothing is kept."""
 
-    def __init__(self, server: EngineServer, window: Callable[[int], Window] = CudaWindow) -> None:
-        self._server, self._new_window = server, window
+    def __init__(self, engine: TakesBuckets, window: Callable[[int], Window] = CudaWindow) -> None:
+        self._engine, self._new_window = engine, window
         self._brought = False
 
     async def bring(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._brought = True
         window, known = None, None
         try:
+            await self._engine.ready_for_weights()
             for bucket in buckets:
                 places, size = lay_out(bucket)
                 if window is None or window.memory.numel() < size:
@@ -90,8 +105,12 @@ class BucketCarrier(Carrier):
                     await self._post(message)
                 window.wait()
             await self._post({"metadata": []}, finished=True)
+            await self._engine.has_weights()
         except (ServerDied, ServerRefused) as error:
-            why = str(error) if isinstance(error, ServerDied) else f"{error} {self._server.last_lines()}"
+            why = str(error)
+            if isinstance(error, ServerRefused):  # the answer does not say why, its log will
+                await asyncio.sleep(_LOG_S)
+                why = f"{why} {self._engine.server.last_lines()}"
             raise WeightUpdateError(f"version {version} of the weights did not reach the engine: {why}") from error
 
     async def _post(self, message: dict[str, Any], finished: bool = False) -> None:
@@ -99,7 +118,7 @@ class BucketCarrier(Carrier):
             "serialized_named_tensors": base64.b64encode(ForkingPickler.dumps(message)).decode(),
             "load_format": "flattened_bucket", "finished": finished,
         }  # fmt: skip
-        await self._server.post("/update_weights", body, timeout=_CALL_S)
+        await self._engine.server.post("/update_weights", body, timeout=_CALL_S)
 
     def can_repeat(self) -> bool:
         return not self._brought
