@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from xtuner.v1.data_proto import RolloutState, Status
+from xtuner.v1.data_proto import RolloutState, SampleParams, Status
 from xtuner.v1.rl.advantage import GRPOAdvantageConfig
 from xtuner.v1.rl.trainer.samples import build_samples, make_sample
 
@@ -36,6 +36,19 @@ def test_a_list_of_another_length_is_refused(field):
 def test_a_sequence_of_the_loop_s_own_is_refused_and_not_passed_over(field):
     with pytest.raises(ValueError, match="rollout 0: input_ids and labels are not trained on"):
         make_sample(state(**{field: [10, 11, 12, 20]}), 1.0)
+
+
+def test_log_probs_of_before_the_temperature_are_trained_at_temperature_1_and_counted():
+    params = SampleParams(temperature=0.5)
+    group = [
+        state(0, sample_params=params, logprob_stage="raw"),
+        state(1, sample_params=params, logprob_stage="sampled", score=0.0),
+        state(2, logprob_stage="raw", score=0.0),
+    ]
+    report = build_samples([group], GRPOAdvantageConfig().build(), 64)
+    assert [s.temperature for s in report.samples] == [1.0, 0.5, 1.0]
+    assert report.metrics["unscaled_logprob_share"] == pytest.approx(1 / 3)
+    assert "unscaled_logprob_share" not in build_samples([group[1:]], GRPOAdvantageConfig().build(), 64).metrics
 
 
 def test_unjudged_and_failed_members_take_no_part():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xtuner.v1.data_proto import FinishReason
+from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
@@ -28,6 +29,8 @@ class LMDeployEngine(ServedEngine):
 
     name = "lmdeploy"
     own_path = "/v1/models"
+    _said = False
+    """Whether what becomes of a temperature has been said."""
 
     def __init__(self, config: "RolloutConfig", rank: int, device: str, log_dir: Path):
         super().__init__(config, rank, device, log_dir)
@@ -78,6 +81,12 @@ class LMDeployEngine(ServedEngine):
         alternatives = p.top_logprobs if p.top_logprobs > 1 else 0
         with_logprobs = p.return_logprob or alternatives > 0
         greedy = is_greedy(p)
+        if self.rank == 0 and not greedy and p.temperature != 1 and not self._said:
+            self._said = True
+            get_logger().warning(
+                f"lmdeploy draws at temperature {p.temperature} and reports log-probs of before it: they are compared "
+                "and trained at temperature 1 (response/unscaled_logprob_share)."
+            )
         body: dict[str, Any] = {
             "input_ids": request.prompt_ids, "max_tokens": self.max_tokens(request), "min_new_tokens": p.min_tokens,
             "temperature": 1.0 if greedy else p.temperature, "top_k": 1 if greedy else max(p.top_k, 0),
