@@ -49,7 +49,7 @@ class ReadsFolders(Protocol):
         """Take the weights of this folder, and forget what was computed with others."""
 
     async def outlive(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do this with the server; if it dies, once more with the next one."""
+        """Do this with the server; if it dies or hangs, once more with the next one."""
 
 
 class FolderCarrier(Carrier):

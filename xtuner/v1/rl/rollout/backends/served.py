@@ -45,7 +45,7 @@ class ServedEngine(ABC):
     own_path: str
     """Answers only with the key."""
     health_path = "/health"
-    """Answers 200 while the engine behind the server works."""
+    """Answers 200 while the engine behind the server works, and not at all while that hangs."""
 
     def __init__(self, config: "RolloutConfig", rank: int, device: str, log_dir: Path):
         assert config.context_length is not None and config.rollout_max_batch_size_per_instance is not None
@@ -76,6 +76,8 @@ class ServedEngine(ABC):
         """Since `start`."""
         self._restart: asyncio.Task[None] | None = None
         self._restarts = 0
+        self._silent_since: float | None = None
+        """When the first health check was sent that had no answer, and none after it."""
 
     # ---- what an engine has to say ----
 
@@ -132,7 +134,7 @@ class ServedEngine(ABC):
     async def _start_server(self) -> None:
         given = self.config.api_key
         self._asleep.clear()
-        self._abandoned = False
+        self._abandoned, self._silent_since = False, None
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             lambda key: self.inherited | self.environment(key) | self.options.env,
@@ -149,7 +151,8 @@ class ServedEngine(ABC):
 
     async def health(self) -> bool:
         """False before `start`, after `stop`, and when a dead server cannot be brought back, or not with its weights.
-        One that is asleep or is being brought back with them is healthy: requests wait for it."""
+        One that is asleep or is being brought back with them is healthy: requests wait for it. One that hangs is
+        started again when it would be left out."""
         if self._obstacle.keys() & {"start", "failure", "loss"}:
             return False
         if self._coming_back() or self._obstacle.keys() & {"weights", "kv_cache"}:
@@ -158,10 +161,18 @@ class ServedEngine(ABC):
             return self._bring_back("its process is gone")
         if self._obstacle:
             return True
-        status = await self.server.status(self.health_path, self.config.health_check_timeout_seconds)
-        if status is None:
+        config, asked_at = self.config, asyncio.get_running_loop().time()
+        # A little sooner than the controller gives up.
+        status = await self.server.status(self.health_path, 0.8 * config.health_check_timeout_seconds)
+        if status is not None:
+            self._silent_since = None
+            return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
+        if self._silent_since is None:
+            self._silent_since = asked_at
+        silence, checks = asyncio.get_running_loop().time() - self._silent_since, config.health_check_failure_threshold
+        if checks == 0 or silence < (checks - 1) * config.health_check_interval_seconds:
             raise ServerError(f"{self.server.name} does not answer.")
-        return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
+        return self._bring_back(f"it has not answered for {silence:.0f} s. {self.server.last_lines()}")
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """On a CPU nothing is given back: the engine only refuses until it is awake, and until weights have come."""
@@ -175,13 +186,13 @@ class ServedEngine(ABC):
             self._obstacle["weights"] = "its weights are asleep: wake it and push weights first."
             self._obstacle["update"] = "its weights were dropped by sleep: update_weights must come first."
         await self._restart_ended()  # it takes memory until then
-        await self._end_abandoned()
-        if self.device != "cpu" and wanted and self.server.alive:
-            try:
+        try:
+            await self._end_abandoned()
+            if self.device != "cpu" and wanted and self.server.alive:
                 await self.release(wanted)
                 self._asleep |= wanted
-            except ServerDied as death:  # it has given back all it had; waking it brings it back
-                get_logger().error(str(death))
+        except ServerError as error:  # it has given back all it had; waking it brings it back
+            await self._end_if_broken(error)
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         await self._ensure_alive()
@@ -189,8 +200,8 @@ class ServedEngine(ABC):
             try:
                 await self.resume(wanted)
                 self._asleep -= wanted
-            except ServerDied as death:  # the next one is awake
-                self._bring_back(str(death))
+            except ServerError as error:  # the next one is awake
+                await self._end_if_broken(error)
                 await self._ensure_alive()
         for tag in tags:
             self._obstacle.pop(tag, None)
@@ -201,7 +212,7 @@ class ServedEngine(ABC):
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
         await self._ensure_alive()
-        await self._end_abandoned()
+        await self.outlive(self._end_abandoned)
         await self.carrier.bring(self._verified(buckets), version)
         self.version = version
         for what in ("update", "loss"):
@@ -273,18 +284,29 @@ class ServedEngine(ABC):
         return output
 
     async def abort(self) -> None:
-        """A request may be on its way when the server is told: it is told again until all have come back."""
+        """A request may be on its way when the server is told: it is told again until all have come back. A server that
+        does not end them is started again, which does."""
         for ticket in self._waiting:
             if not ticket.done():
                 ticket.set_result(None)
-        deadline = asyncio.get_running_loop().time() + _ABORT_S
-        while self._in_flight and self.server.alive:
-            if asyncio.get_running_loop().time() > deadline:
-                raise TimeoutError(f"{self.server.name}: {len(self._in_flight)} requests do not end after abort.")
-            await self.abort_all()
-            again = asyncio.get_running_loop().time() + _ABORT_AGAIN_S
-            while self._in_flight and asyncio.get_running_loop().time() < again:
-                await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                while self._in_flight and self.server.alive:
+                    await self.abort_all()
+                    again = asyncio.get_running_loop().time() + _ABORT_AGAIN_S
+                    while self._in_flight and asyncio.get_running_loop().time() < again:
+                        await asyncio.sleep(0.01)
+            return
+        except TimeoutError:
+            problem = f"{len(self._in_flight)} requests do not end within {_ABORT_S:g} s of an abort."
+            problem = f"{problem} {self.server.last_lines()}"
+            await self.server.end()
+        except ServerError as error:
+            await self._end_if_broken(error)
+            problem = str(error)
+        self._bring_back(problem)
+        while self._in_flight:  # they have nobody to wait for
+            await asyncio.sleep(0.01)
 
     def objection(self, request: GenerateRequest) -> str | None:
         """Why the request cannot be served."""
@@ -296,10 +318,21 @@ class ServedEngine(ABC):
 
     # ---- death and return ----
 
+    async def _works(self) -> bool:
+        return await self.server.answers(self.health_path, self.config.health_check_timeout_seconds)
+
     async def _look_after(self, problem: str) -> None:
         """After an error that a working server would not give: bring it back if it does not work."""
-        if not self._coming_back() and not await self.server.answers(self.health_path):
-            self._bring_back(problem)
+        if not self._coming_back() and not await self._works():
+            self._bring_back(f"{problem} {self.server.last_lines()}")
+
+    async def _end_if_broken(self, error: ServerError) -> None:
+        """After an error in a change of its state: it is raised if the server works, and the end of one that hangs."""
+        if not self._coming_back() and await self._works():
+            raise error
+        if not self._coming_back():
+            get_logger().error(str(error))
+            await self.server.end()
 
     async def _wait_for_return(self) -> bool:
         """Until the server is back, or cannot be; False if requests are aborted before that."""
@@ -343,11 +376,11 @@ class ServedEngine(ABC):
             get_logger().error(f"{self.server.name}: {self._obstacle['failure']}")
 
     async def outlive(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do this with the server; if it dies, once more with the next one."""
+        """Do this with the server; if it dies or hangs, once more with the next one."""
         try:
             await work()
-        except ServerDied as death:
-            self._bring_back(str(death))
+        except ServerError as error:
+            await self._end_if_broken(error)
             await self._ensure_alive()
             await work()
 

@@ -82,7 +82,7 @@ class EngineServer:
             ServerDied: it ended instead.
             TimeoutError: not within `timeout` seconds. It is ended.
         """
-        await self._end(signal.SIGINT)
+        await self.end()
         self.key, self._port_claim = key or secrets.token_hex(32), claim_port(self._first_port)
         self.port = self._port_claim.getsockname()[1]
         if self.home is None:
@@ -109,8 +109,12 @@ class EngineServer:
                     raise TimeoutError(f"{self.name} was not ready within {timeout:g} s. {self.last_lines()}")
                 await asyncio.sleep(_POLL_S)
         except BaseException:
-            await self._end(signal.SIGINT)
+            await self.end()
             raise
+
+    async def end(self) -> None:
+        """End it and all of its processes. `start` may be called again."""
+        await self._end(signal.SIGINT)
 
     async def stop(self) -> None:
         """End it and all of its processes, and remove its folder."""
@@ -163,7 +167,8 @@ class EngineServer:
         try:
             answer = await self._http().post(path, json=body, timeout=timeout)
         except httpx.TimeoutException as error:
-            raise ServerError(f"{self.name}: no answer to {path} within {timeout:g} s.") from error
+            silence = f"{self.name}: no answer to {path} within {timeout:g} s. Its log is {self.log_file}."
+            raise ServerError(silence) from error
         except httpx.HTTPError as error:
             await self._wait_for_death()
             if not self.alive:

@@ -20,6 +20,7 @@ class VLLMEngine(ServedEngine):
 
     name = "vllm"
     own_path = "/v1/models"
+    health_path = "/is_sleeping"  # /health does not ask the engine
     _weights_wait = False
     """Whether they are in host memory."""
 
