@@ -45,6 +45,9 @@ class Engine:
         self.model.load_weights = self._load_weights
         self.asleep: dict[str, int] = {}
         """What sleeps, and how deeply."""
+        if config.empty_init:
+            self._forget()
+            self.asleep = {"weights": 0, "kv_cache": 0}
         self.cancelled: dict[int, bool] = {}
         """Of the sessions that run."""
         self.ticks = 0
@@ -76,12 +79,15 @@ class Engine:
     async def sleep(self, level: int) -> None:
         self.asleep = {"weights": level, "kv_cache": level}
         if level == 2:
-            for parameter in self.model.parameters():
-                parameter.data.fill_(torch.nan)
+            self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.fill_(torch.nan)
 
     def wakeup(self, tags: list[str]) -> None:
         for tag in tags:
-            del self.asleep[tag]
+            assert self.asleep.pop(tag) or tag == "kv_cache", "the weights are on the device"
 
     def update_params(self, request: Any) -> None:
         """LMDeploy's own, with nothing of a GPU left around it."""

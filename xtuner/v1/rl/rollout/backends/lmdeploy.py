@@ -40,6 +40,7 @@ class LMDeployEngine(ServedEngine):
     def command(self, port: int) -> list[str]:
         c = self.config
         prefill = () if c.max_prefill_token_num is None else ("--max-prefill-token-num", str(c.max_prefill_token_num))
+        empty = ("--empty-init",) if c.skip_load_weights else ()
         head = ("--hf-overrides", '{"fp32_lm_head": true}') if c.fp32_lm_head else ()
         return [
             str(_LAUNCH), "serve", "api_server", str(self.model_path), "--backend", "pytorch",
@@ -48,7 +49,7 @@ class LMDeployEngine(ServedEngine):
             "--max-batch-size", str(self.max_batch_size), "--cache-max-entry-count", f"{self._cache_share():.4f}",
             "--logprobs-mode", "raw_logprobs", "--enable-abort-handling", "--generation-config", "lmdeploy",
             "--distributed-executor-backend", "ray",  # the only one that takes weights
-            "--disable-fastapi-docs", "--disable-metrics", *prefill, *head, *self.options.argv(),
+            "--disable-fastapi-docs", "--disable-metrics", *empty, *prefill, *head, *self.options.argv(),
         ]  # fmt: skip
 
     def environment(self, key: str) -> dict[str, str]:
@@ -153,7 +154,8 @@ class LMDeployEngine(ServedEngine):
         return BucketCarrier(self)
 
     async def ready_for_weights(self) -> None:
-        """An update while it is awake could leave its graphs with the weights that they were captured with."""
+        """An update while it is awake could leave its graphs with the weights that they were captured with. And one that
+        was started without weights wakes up only if it was put to sleep."""
         if "kv_cache" not in self._asleep:
             await self.release({"weights", "kv_cache"})
             self._asleep.add("kv_cache")

@@ -84,7 +84,7 @@ _RESERVED = {
     "cache_max_entry_count": "set gpu_memory_utilization", "num_gpu_blocks": "set gpu_memory_utilization",
     "max_prefill_token_num": "set max_prefill_token_num", "hf_overrides": "set fp32_lm_head",
     "distributed_executor_backend": "only Ray's takes weights", "generation_config": "requests say all of it",
-    "empty_init": "it could not wake up",
+    "empty_init": "set skip_load_weights",
 }  # fmt: skip
 """Arguments that a field of RolloutConfig stands for, or that must be as they are."""
 
