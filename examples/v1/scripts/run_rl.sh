@@ -7,7 +7,7 @@ usage() {
 Usage: run_rl.sh CONFIG BACKEND MODEL TRAIN [EVAL] [ACCELERATOR] [PER_NODE] [-- OPTION...]
 
   CONFIG       Python file that defines `trainer`
-  BACKEND      native | vllm | sglang (these two on a CPU only yet); lmdeploy is known and refused
+  BACKEND      native | vllm | sglang (on a CPU only yet) | lmdeploy (on a GPU only)
   MODEL        Hugging Face folder of the model            (exported as MODEL_PATH)
   TRAIN        JSONL with training prompts                 (exported as DATA_PATH)
   EVAL         JSONL with evaluation prompts, or ""        (exported as EVAL_DATA_PATH)
@@ -18,7 +18,8 @@ Usage: run_rl.sh CONFIG BACKEND MODEL TRAIN [EVAL] [ACCELERATOR] [PER_NODE] [-- 
 Variables:
   WORK_DIR     folder of the run; default ./work_dirs/<model>_<folder of TRAIN>_<backend>
   PYTHON       interpreter; default: the active environment, else the repository's .venv, else python3
-  XTUNER_VLLM_PYTHON, XTUNER_SGLANG_PYTHON  interpreter of the engine's own environment; default: PYTHON
+  XTUNER_VLLM_PYTHON, XTUNER_SGLANG_PYTHON, XTUNER_LMDEPLOY_PYTHON
+               interpreter of the engine's own environment; default: PYTHON
 Several machines: start the same command on each with
   NODE_COUNT   number of machines
   NODE_RANK    0 for the one that leads
@@ -131,7 +132,7 @@ case $BACKEND in
     vllm) export XTUNER_USE_VLLM=1 ;;
 esac
 case $BACKEND in # their sleep modes map memory themselves, which expandable segments exclude
-    sglang | vllm) unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF ;;
+    lmdeploy | sglang | vllm) unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF ;;
 esac
 ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 
