@@ -133,7 +133,7 @@ def test_options_without_effect_are_named(model, caplog):
             launcher.shutdown()
     finally:
         get_logger().propagate = False
-    assert "no effect with the native engine: tokenizer_path, random_seed, dist_port_base" in caplog.text
+    assert "no effect with the native engine on cpu: tokenizer_path, random_seed, dist_port_base" in caplog.text
 
 
 def test_the_model_folder_is_looked_at_before_an_engine_starts(tmp_path):

@@ -48,6 +48,8 @@ _NO_EFFECT_IN_NATIVE = (
     "routed_proxy_url", "routed_proxy_admin_url",
 )  # fmt: skip
 """Details of a server or of a transport: named in a log line when set."""
+_OF_A_GPU, _OF_A_CPU = ("dtype", "gpu_memory_utilization"), ("cpu_dtype", "cpu_cache_bytes")
+"""Of the other kind of device: the same."""
 
 
 class RolloutConfig(XTunerConfig):
@@ -314,8 +316,10 @@ class RolloutConfig(XTunerConfig):
             raise ValueError(problem)
         address = launcher.rendezvous() if config.tensor_parallel_size > 1 else None
         without_effect = _NO_EFFECT_IN_NATIVE if config.backend == "native" else no_effect_in(str(config.backend))
+        without_effect += _OF_A_GPU if device == "cpu" else _OF_A_CPU
         if idle := [name for name in without_effect if self._changed(name)]:
-            get_logger().info(f"rollout_config: no effect with the {config.backend} engine: {', '.join(idle)}.")
+            where = f"the {config.backend} engine on {device}"
+            get_logger().info(f"rollout_config: no effect with {where}: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(ranks)]
         handles = [
             launcher.spawn_on(rank, name, RolloutWorker, config, rank, device, ranks, address)
