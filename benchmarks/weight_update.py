@@ -1,7 +1,7 @@
 """Seconds of a weight update, against one copy of the same bytes on the device in the same run.
 
     python benchmarks/weight_update.py --shapes qwen3-0.6b qwen3-1.7b qwen3-4b [--rounds 9] [--host] [--out FILE]
-    python benchmarks/weight_update.py --engines vllm sglang [--shapes ...] [--rounds 9] [--out FILE]
+    python benchmarks/weight_update.py --engines vllm sglang lmdeploy [--shapes ...] [--rounds 9] [--out FILE]
 
 Float32 master weights of the training engine go into the bfloat16 parameters of the native engine: in this process, and
 into an engine of a second process on the same GPU through two buffers that both see (CUDA IPC; with --host also host
@@ -118,7 +118,8 @@ def used() -> float:
     return (total - free) / 2**30
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lmdeploy": {},
     "vllm": {"vllm_enforce_eager": True},
     "sglang": {
         "sglang_attention_backend": "triton", "sglang_sampling_backend": "pytorch", "sglang_grammar_backend": "none",

@@ -1,4 +1,4 @@
-"""vLLM and SGLang on a GPU, as servers beside the trainer: through sleep and new weights, and a short run."""
+"""vLLM, SGLang and LMDeploy on a GPU, as servers beside the trainer: through sleep and new weights, and a short run."""
 
 import asyncio
 import time
@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tests.engines.helpers import KINDS, Engines, buckets, logprobs_of, prompt, request, write_model
-from tests.train.helpers import config, fit
+from tests.train.helpers import RESPONSE, STOPS, config, fit
 from xtuner.v1.config import FSDPConfig
+from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier, MemoryCarrier
+from xtuner.v1.rl.rollout.backends.lmdeploy_weights import BucketCarrier
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
 from xtuner.v1.rl.weight_update import WeightUpdateError
 
@@ -23,10 +25,11 @@ OPTIONS = {
         "sglang_attention_backend": "triton", "sglang_sampling_backend": "pytorch", "sglang_grammar_backend": "none",
         "sglang_disable_cuda_graph": True,
     },
+    "lmdeploy": {},
 }  # fmt: skip
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", "sglang", "lmdeploy"])
 def name(request: pytest.FixtureRequest) -> str:
     if not any(True for _ in distributions(name=request.param)):
         pytest.skip(f"{request.param} is not installed")
@@ -55,13 +58,14 @@ def test_sleep_and_new_weights(name, kind, tmp_path):
         return value
 
     def gaps(which):
-        """Mean gap to the log-probs of each model's weights."""
+        """Mean gap to the log-probs of each model's weights, LMDeploy's of before the temperature."""
+        reported = 1.0 if name == "lmdeploy" else 0.8
         numbers = range(4)
         outputs = engines.generate(engine, *(request(i, temperature=0.8, max_tokens=40) for i in numbers))
         assert {o.finish_reason for o in outputs} <= {"stop", "length"}, outputs
         means = []
         for folder in folders:
-            expected = torch.cat([logprobs_of(folder, prompt(i), outputs[i], 0.8) for i in numbers])
+            expected = torch.cat([logprobs_of(folder, prompt(i), outputs[i], reported) for i in numbers])
             means.append(float((torch.tensor(sum((o.logprobs for o in outputs), [])) - expected).abs().mean()))
         print(f"{name}: gap to model {which}: {means[which]:.4f}, to the other: {means[1 - which]:.4f}", flush=True)
         assert means[which] < 0.05 < 0.3 < means[1 - which]
@@ -74,7 +78,7 @@ def test_sleep_and_new_weights(name, kind, tmp_path):
                 skip_load_weights=True, gpu_memory_utilization=0.6, extra_rollout_config=OPTIONS[name]
             )
             print(f"{name}: start {time.perf_counter() - started:.1f} s, {free():.1f} GiB free", flush=True)
-            assert isinstance(engine.carrier, MemoryCarrier)
+            assert isinstance(engine.carrier, BucketCarrier if name == "lmdeploy" else MemoryCarrier)
             timed("update", engine.update_weights(buckets(folders[0], 5), 1))
             gaps(0)
             awake = free()
@@ -95,9 +99,10 @@ def test_sleep_and_new_weights(name, kind, tmp_path):
             assert "the last update of its weights is not complete" in (refused.error or "")
             timed("update", engine.update_weights(buckets(folders[0]), 4))
             gaps(0)
-            engine.carrier = FolderCarrier(engine)
-            timed("update by folder", engine.update_weights(buckets(folders[1]), 5))
-            gaps(1)
+            if name != "lmdeploy":
+                engine.carrier = FolderCarrier(engine)
+                timed("update by folder", engine.update_weights(buckets(folders[1]), 5))
+                gaps(1)
 
             async def abort():
                 tasks = [asyncio.ensure_future(engine.generate(request(i, max_tokens=200))) for i in range(300)]
@@ -121,9 +126,11 @@ def test_two_steps_of_a_run(name, tmp_path):
         resources=AcceleratorResourcesConfig(accelerator="GPU", num_workers=1),
         rollout={"backend": name, "gpu_memory_utilization": 0.3, "extra_rollout_config": OPTIONS[name]},
         worker={"pack_max_length": 512, "fsdp_cfg": FSDPConfig(torch_compile=False)},
+        task={"params": SampleParams(temperature=0.7, max_tokens=RESPONSE, stop_token_ids=STOPS)},
     )  # fmt: skip
     run = fit(cfg)
     for step in (1, 2):
         assert {tuple(row["model_steps"]) for row in run.trajectories(step)} == {(step - 1,)}
     print(name, {key: run.series(key) for key in run.rows[0] if "mismatch" in key or key.startswith("timing")})
     assert max(run.series("mismatch/mismatch_logprob_abs_diff")) < 0.05
+    assert run.rows[0].get("response/unscaled_logprob_share") == (1 if name == "lmdeploy" else None)
