@@ -38,7 +38,8 @@ def test_three_steps_on_two_cards_are_those_of_one(place, mode):
     Exact mode: the first step is the same to the bit, and its loss but for the order of a sum. Gradients are of
     bfloat16 activations in other packs and are summed in bfloat16: each number errs by up to 2^-9, the norm by less.
     The update then moves some weights whose gradients are near 0 the other way, by 2e-6 where neighbours in bfloat16
-    are 1e-4 apart, so one in fifty of them rounds otherwise: from the second step on a draw differs now and then.
+    are 1e-4 apart, so a few of them round otherwise: in the second step log-probs differ in the third digit and a
+    draw now and then. The third step's weights come from other draws; what is left to compare are means.
 
     Fast mode: products of other sizes are rounded otherwise from the first step on.
     """
@@ -58,16 +59,19 @@ def test_three_steps_on_two_cards_are_those_of_one(place, mode):
         show(mode, step)
     for n, run in ((1, one), (2, two)):
         show(f"seconds of steps, generation, training on {n}", [run.series(f"time/{part}") for part in PARTS])
-    first, *later = steps
+    first, second, third = steps
     assert 0.05 < first["reward"][0] < 0.95 and all(abs(loss) > 1e-4 for loss in first["loss"])
     if mode == "exact":
         assert first["same_responses"] == first["same_rewards"] == 1 and first["logprob_gap_max"] == 0
         assert first["loss"][1] == pytest.approx(first["loss"][0], abs=1e-6)
+        assert first["grad_norm"][1] == pytest.approx(first["grad_norm"][0], rel=1e-3)
+        assert second["same_responses"] > 0.7 and second["same_rewards"] > 0.98
+        assert second["loss"][1] == pytest.approx(second["loss"][0], abs=0.01)
     for step in steps:
-        assert step["grad_norm"][1] == pytest.approx(step["grad_norm"][0], rel=0.02 if step is first else 0.15)
-        assert step["same_rewards"] > 0.8 and step["reward"][1] == pytest.approx(step["reward"][0], abs=0.05)
-        assert step["loss"][1] == pytest.approx(step["loss"][0], abs=0.02)
-        assert step["logprob_gap"] < 0.01
+        assert step["logprob_gap"] < 0.02
+        assert step["reward"][1] == pytest.approx(step["reward"][0], abs=0.1)  # of 320: a standard error is 0.03
+        assert step["loss"][1] == pytest.approx(step["loss"][0], abs=0.15)  # 0.06
+        assert step["grad_norm"][1] == pytest.approx(step["grad_norm"][0], rel=0.5)
     assert one.rows[-1]["mismatch/mismatch_logprob_abs_diff"] == pytest.approx(
         two.rows[-1]["mismatch/mismatch_logprob_abs_diff"], abs=0.01
     )
