@@ -238,6 +238,46 @@ def test_what_lmdeploy_cannot_honour_is_refused_by_name(engine, model):
     assert "['lmdeploy_session_len']: set context_length" in str(info.value) and "eager" not in str(info.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("vllm_tensor_parallel_size", "set tensor_parallel_size"),
+        ("vllm_gpu_memory_utilization", "set gpu_memory_utilization"),
+        ("vllm_max-model-len", "set context_length"),
+        ("vllm_no_enable_prefix_caching", "set enable_prefix_caching"),
+        ("vllm_max_model", "it is short for max_model_len: set context_length"),
+        ("vllm_seed=5", "'seed=5' is not the name of an argument"),
+        ("vllm_", "'' is not the name of an argument"),
+        ("sglang_mem_fraction_static", "is for another engine than vllm"),
+    ],
+)
+def test_an_argument_that_a_field_stands_for_is_refused_however_it_is_spelled(engine, model, key, text):
+    engine("vllm", "0.32.0")
+    options = {key: 3, "vllm_distributed_executor_backend": "mp", "vllm_compilation-config.level": 0}
+    with pytest.raises(ValueError) as info:
+        RolloutConfig(model_path=model, backend="vllm", extra_rollout_config=options).resolve("cpu")
+    assert f"extra_rollout_config[{key!r}]" in str(info.value) and text in str(info.value)
+    assert "executor" not in str(info.value) and "compilation" not in str(info.value)
+
+
+@pytest.mark.parametrize("chosen", ["XTUNER_USE_VLLM", "XTUNER_USE_SGLANG", "XTUNER_USE_LMDEPLOY", "XTUNER_USE_NATIVE"])
+def test_a_variable_chooses_unless_the_field_does(engine, monkeypatch, chosen):
+    name = chosen.removeprefix("XTUNER_USE_").lower()
+    for other, version in (("vllm", "0.32.0"), ("sglang", "0.5.23"), ("lmdeploy", "0.18.0")):
+        engine(other, version)
+    monkeypatch.setenv(chosen, "1")
+    assert RolloutConfig(model_path="m").resolve_backend() == name
+    for field in ("native", "vllm"):
+        assert RolloutConfig(model_path="m", backend=field).resolve_backend() == field
+    other = next(v for v in VARIABLES if v != chosen)
+    monkeypatch.setenv(other, "0")
+    assert RolloutConfig(model_path="m").resolve_backend() == name
+    monkeypatch.setenv(other, "1")
+    with pytest.raises(ValueError, match=f"(?=.*{chosen}=1)(?=.*{other}=1).* are set; leave one, or set"):
+        RolloutConfig(model_path="m").resolve_backend()
+    assert RolloutConfig(model_path="m", backend="native").resolve_backend() == "native"
+
+
 def test_options_become_arguments():
     given = {
         "vllm_python": "/p", "vllm_env": {"A": 1}, "vllm_some_flag": True, "vllm_off": False, "vllm_none": None,

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ def no_effect_in(engine: str) -> tuple[str, ...]:
 
 _OWN = ("python", "env")
 """Options that are for us: the engine's interpreter, and variables for its process."""
+_ARGUMENT = re.compile(r"[A-Za-z][\w.-]*")
 _RESERVED = {
     "host": "it is on loopback", "port": "set dist_port_base", "api_key": "set api_key",
     "model": "set model_path", "model_path": "set model_path", "tokenizer": "set tokenizer_path",
@@ -78,6 +80,17 @@ _RESERVED = {
     "middleware": "ours guards the server", "worker_extension_cls": "ours takes the weights",
     "uds": "it is on loopback", "kv_cache_memory_bytes": "set cpu_cache_bytes",
     "max_total_tokens": "set cpu_cache_bytes",
+    "gpu_memory_utilization": "set gpu_memory_utilization", "mem_fraction_static": "set gpu_memory_utilization",
+    "tensor_parallel_size": "set tensor_parallel_size", "tp_size": "set tensor_parallel_size",
+    "tp": "set tensor_parallel_size", "data_parallel_size": "set data_parallel_size",
+    "dp_size": "set data_parallel_size", "dp": "set data_parallel_size",
+    "expert_parallel_size": "set expert_parallel_size", "ep_size": "set expert_parallel_size",
+    "ep": "set expert_parallel_size", "enable_expert_parallel": "set expert_parallel_size",
+    "enable_sleep_mode": "a run sleeps with it", "enable_memory_saver": "a run sleeps with it",
+    "quantization": "set enable_float8", "config": "name its arguments one by one",
+}  # fmt: skip
+"""Arguments that a field of RolloutConfig stands for, or that must be as they are."""
+_RESERVED_IN_LMDEPLOY = {
     "server_name": "it is on loopback", "server_port": "set dist_port_base", "api_keys": "set api_key",
     "backend": "the PyTorch engine is driven", "session_len": "set context_length",
     "max_batch_size": "set rollout_max_batch_size_per_instance", "model_name": "set model_name",
@@ -86,7 +99,16 @@ _RESERVED = {
     "distributed_executor_backend": "only Ray's takes weights", "generation_config": "requests say all of it",
     "empty_init": "set skip_load_weights",
 }  # fmt: skip
-"""Arguments that a field of RolloutConfig stands for, or that must be as they are."""
+
+
+def _reserved(engine: str, argument: str) -> str | None:
+    """Why an argument is not for the user; so too in any other spelling that the engine's command line takes for it."""
+    known = _RESERVED | (_RESERVED_IN_LMDEPLOY if engine == "lmdeploy" else {})
+    plain = argument.replace("-", "_").removeprefix("no_")
+    if plain in known:
+        return known[plain]
+    longer = [name for name in known if name.startswith(plain)]
+    return f"it is short for {longer[0]}: {known[longer[0]]}" if longer else None
 
 
 @dataclass(frozen=True)
@@ -150,10 +172,13 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
         where = f"extra_rollout_config[{key!r}]"
         if name == key:
             problems.append(f"{where} is for another engine than {engine}")
-        elif name in _RESERVED:
-            problems.append(f"{where}: {_RESERVED[name]}")
-        elif name == "env" and not isinstance(value, dict):
-            problems.append(f"{where} must be a mapping of variables")
+        elif name == "env":
+            if not isinstance(value, dict):
+                problems.append(f"{where} must be a mapping of variables")
+        elif not _ARGUMENT.fullmatch(name):
+            problems.append(f"{where}: {name!r} is not the name of an argument")
+        elif name not in _OWN and (why := _reserved(engine, name)):
+            problems.append(f"{where}: {why}")
     if config.weight_transport_type not in (None, "ipc", "folder"):
         problems.append(
             f"weight_transport_type={config.weight_transport_type!r} (weights come through memory, 'ipc', or in a "
