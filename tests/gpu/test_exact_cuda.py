@@ -120,7 +120,7 @@ def _samples(layout: SegmentLayout) -> list[torch.Tensor]:
 def test_attention_of_a_row_is_the_same_in_packs_chunks_and_decode(name, heads, dim):
     from xtuner.v1.ops.attention import reference_attention
     from xtuner.v1.ops.exact import exact_attend_rows, exact_packed_attention, exact_paged_attention
-    from xtuner.v1.ops.paged_attention import PagedRows, store_rows
+    from xtuner.v1.ops.paged_attention import NewRows, PagedRows, store_rows
 
     layout, scale, (num_q, num_kv) = PACKS[name], dim**-0.5, heads
     wide = _randn(sum(layout.lengths), num_q + 2 * num_kv, dim)
@@ -136,7 +136,7 @@ def test_attention_of_a_row_is_the_same_in_packs_chunks_and_decode(name, heads, 
         keys = torch.full((count, num_kv, 64, dim), torch.nan, dtype=BF16, device=DEVICE)  # what nobody wrote
         values, places = keys.clone(), torch.randperm(count, device=DEVICE)
         at = torch.arange(len(rows), device=DEVICE)
-        store_rows(k[rows].contiguous(), v[rows].contiguous(), keys, values, places[at // 64] * 64 + at % 64)
+        store_rows(k[rows].contiguous(), v[rows].contiguous(), NewRows(keys, values, places[at // 64] * 64 + at % 64))
         table = places.int()[None]
         lengths = torch.arange(len(rows) - own + 1, len(rows) + 1, dtype=torch.int32, device=DEVICE)
         queries = q[rows[-own:]].contiguous()

@@ -68,6 +68,30 @@ def test_split_qkv(dtype, tolerance, dim, normed):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rows", [1, 37, 256, 3000])
+@pytest.mark.parametrize("dim, normed", [(128, True), (96, False)])
+def test_keys_and_values_go_to_pages_as_they_are_made(rows, dim, normed):
+    """To the bit what is split first and stored then; few rows and many are cut into programs in different ways."""
+    from xtuner.v1.ops.paged_attention import NewRows, store_rows
+    from xtuner.v1.ops.qkv import split_qkv, split_qkv_into
+    from xtuner.v1.ops.rotary import rotary_table
+
+    table = rotary_table(torch.arange(rows, device="cuda") % 300, torch.rand(dim // 2, device="cuda"))
+    qkv, *weights = _random(torch.bfloat16, (rows, 8 * dim), (dim,), (dim,))
+    weights = weights if normed else [None, None]
+    places = torch.randperm(64 * 50, device="cuda")[:rows]
+    places[::5] = -1
+    pages = []
+    for _ in range(2):
+        pool = torch.full((50, 64 * 4 * dim + 64), 7.0, device="cuda", dtype=torch.bfloat16)
+        keys, values = (pool[:, i * 128 * dim : (i + 1) * 128 * dim].unflatten(1, (2, 64, dim)) for i in range(2))
+        pages.append((pool, NewRows(keys, values, places)))
+    q = split_qkv_into(qkv, 4, 2, table, *weights, 1e-6, pages[0][1])
+    expected, k, v = split_qkv(qkv, 4, 2, table, *weights, 1e-6)
+    store_rows(k, v, pages[1][1])
+    assert torch.equal(q, expected) and torch.equal(pages[0][0], pages[1][0])
+
+
 def _exact_split(reference, x, table, weights):
     from xtuner.v1.ops.rotary import RotaryTable
 
@@ -89,7 +113,7 @@ def _exact_split(reference, x, table, weights):
 @pytest.mark.parametrize("heads,dims", [((16, 8), (128, 128)), ((6, 2), (192, 128)), ((3, 1), (64, 64))])
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "shared", "shared and sinks"])
 def test_paged_attention(dtype, tolerance, splits, heads, dims, kind):
-    from xtuner.v1.ops.paged_kernels import SharedPages, paged_attention, store_rows
+    from xtuner.v1.ops.paged_kernels import NewRows, SharedPages, paged_attention, store_rows
 
     (num_q, num_kv), (dim, dim_v), page = heads, dims, 64
     lengths = [1, 64, 65, 300, 0, 500, 260, 257]
@@ -104,7 +128,7 @@ def test_paged_attention(dtype, tolerance, splits, heads, dims, kind):
         position = torch.arange(length, device="cuda")
         places = tables[row].long()[position // page] * page + position % page
         rows = _random(dtype, (length, num_kv, dim), (length, num_kv, dim_v))
-        store_rows(*rows, keys, values, places)
+        store_rows(*rows, NewRows(keys, values, places))
     q, sinks = _random(dtype, (len(lengths), num_q, dim), (num_q,))
     window = 100 if kind == "window" else None
     sinks = sinks if "sinks" in kind else None

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from xtuner.v1.ops.attention import AttentionContext
 from xtuner.v1.ops.exact import exact_head_logits
 from xtuner.v1.ops.linear_logprob import head_logits, linear_logprob
-from xtuner.v1.ops.qkv import split_qkv
+from xtuner.v1.ops.paged_attention import ReadsPages
+from xtuner.v1.ops.qkv import split_qkv, split_qkv_into
 from xtuner.v1.ops.rotary import RotaryTable, rotary_table
 from xtuner.v1.ops.swiglu import swiglu
 
@@ -58,10 +59,22 @@ class SelfAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(a.num_attention_heads, dtype=dtype)) if a.sinks else None
 
     def forward(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
-        q_weight = self.q_norm.weight if self.q_norm is not None else None
-        k_weight = self.k_norm.weight if self.k_norm is not None else None
-        q, k, v = split_qkv(self.qkv_proj(x), self.num_q, self.num_kv, rotary, q_weight, k_weight, self.eps)
+        q, k, v = split_qkv(self.qkv_proj(x), self.num_q, self.num_kv, rotary, *self._norm_weights(), self.eps)
         return self.o_proj(self.attend(q, k, v, attention).flatten(1))
+
+    def infer(self, x: Tensor, rotary: RotaryTable, attention: AttentionContext) -> Tensor:
+        """`forward` for inference: keys and values go straight to the pages of a context that reads some."""
+        if not isinstance(attention, ReadsPages):
+            return self(x, rotary, attention)
+        heads, rows = (self.num_q, self.num_kv), attention.new_rows(self.layer)
+        q = split_qkv_into(self.qkv_proj(x), *heads, rotary, *self._norm_weights(), self.eps, rows)
+        attended = attention.attend_stored(self.layer, q, self.scale, self.window, self.sinks)
+        return self.o_proj(attended.flatten(1))
+
+    def _norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of queries and keys."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        return None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:
         """Hand this layer's rows to the context."""
@@ -109,7 +122,8 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, normed: Tensor, rotary: RotaryTable, attention: AttentionContext, following: RMSNorm
     ) -> tuple[Tensor, Tensor]:
         """`forward` for inference: takes the norm of its input too, and gives that of its result by what follows."""
-        hidden, normed = self.post_attention_layernorm.after_sum(self.self_attn(normed, rotary, attention), hidden)
+        attended = self.self_attn.infer(normed, rotary, attention)
+        hidden, normed = self.post_attention_layernorm.after_sum(attended, hidden)
         return following.after_sum(self.mlp(normed), hidden)
 
 

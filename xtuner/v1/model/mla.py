@@ -50,6 +50,8 @@ class LatentAttention(nn.Module):
         q, k, v = latent_heads(q.view(rows, a.num_attention_heads, -1), kv, k_rope, rotary, a.rope_interleave)
         return self.o_proj(self.attend(q, k, v, attention).flatten(1))
 
+    infer = forward
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention: AttentionContext) -> Tensor:
         """Hand this layer's rows to the context."""
         return attention.attend(self.layer, q, k, v, self.scale)

@@ -4,7 +4,7 @@ A page holds PAGE consecutive tokens of one sequence, or of several that began a
 values. A table int32 [P] names the pages of a sequence in order (Kwon et al. 2023, arXiv 2309.06180).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,19 +51,43 @@ class PagedRows(NamedTuple):
         return cls(tensors[0], tensors[1], tensors[2], tensors[3], spans)
 
 
+class NewRows(NamedTuple):
+    """Where the keys and values of T new rows go."""
+
+    keys: Tensor
+    """[N, Hkv, PAGE, D], a layer's pages."""
+    values: Tensor
+    """[N, Hkv, PAGE, Dv]"""
+    places: Tensor
+    """int64 [T]: page * PAGE + offset; negative: nowhere."""
+
+
+@runtime_checkable
+class ReadsPages(Protocol):
+    """An attention context that reads its keys and values from pages alone, the new rows' own too."""
+
+    def new_rows(self, layer: int) -> NewRows:
+        """Where the rows go before `attend_stored`."""
+        ...
+
+    def attend_stored(
+        self, layer: int, q: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """`AttentionContext.attend` of rows whose keys and values are there."""
+        ...
+
+
 TILE = 64
 """Rows that are worked on at a time."""
 
 
-def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Put rows into pages: k [T, Hkv, D], v [T, Hkv, Dv], keys and values [N, Hkv, PAGE, D or Dv].
-
-    places int64 [T]: page * PAGE + offset of each row; negative: the row is dropped.
-    """
+def store_rows(k: Tensor, v: Tensor, into: NewRows) -> None:
+    """Put rows into pages: k [T, Hkv, D], v [T, Hkv, Dv]."""
+    keys, values, places = into
     if keys.is_cuda:
         from .paged_kernels import store_rows as by_triton
 
-        return by_triton(k, v, keys, values, places)
+        return by_triton(k, v, into)
     kept = places >= 0
     page, offset = places[kept] // keys.shape[2], places[kept] % keys.shape[2]
     keys[page, :, offset] = k[kept]
@@ -71,7 +95,14 @@ def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tenso
 
 
 def last_places(tables: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """Where the last token of each sequence is, int64 [B] for `store_rows`; -1 for a sequence of none."""
+    """Where the last token of each sequence is, int64 [B] as in `NewRows`; -1 for a sequence of none.
+
+    tables int32 [B, P], lengths int32 [B].
+    """
+    if tables.is_cuda:
+        from .paged_kernels import last_places as by_triton
+
+        return by_triton(tables, lengths, page)
     last = (lengths - 1).clamp(min=0).long()
     number = tables.gather(1, (last // page)[:, None])[:, 0].long()
     return torch.where(lengths > 0, number * page + last % page, -1)

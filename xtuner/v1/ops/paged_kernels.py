@@ -10,16 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .paged_attention import SharedPages
+from .paged_attention import NewRows, SharedPages
 
 _LOW = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two of them is no NaN
 
 
-def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Put rows into pages: k [T, Hkv, D], v [T, Hkv, Dv], keys and values [N, Hkv, PAGE, D or Dv].
-
-    places int64 [T]: page * PAGE + offset of each row; negative: the row is dropped.
-    """
+def store_rows(k: Tensor, v: Tensor, into: NewRows) -> None:
+    """See `paged_attention.store_rows`."""
+    keys, values, places = into
     rows, heads, dim = k.shape
     if rows:
         _store[(rows, heads)](
@@ -28,6 +26,17 @@ def store_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tenso
             PAGE=keys.shape[2], D=dim, DV=v.shape[2],
             BLOCK=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(v.shape[2]), num_warps=1,
         )  # fmt: skip
+
+
+def last_places(tables: Tensor, lengths: Tensor, page: int) -> Tensor:
+    """See `paged_attention.last_places`."""
+    count = lengths.shape[0]
+    places = torch.empty(count, dtype=torch.int64, device=lengths.device)
+    if count:
+        _last_places[(triton.cdiv(count, 128),)](
+            tables, lengths, places, count, tables.stride(0), PAGE=page, BLOCK=128, num_warps=4
+        )
+    return places
 
 
 def paged_attention(
@@ -101,6 +110,15 @@ def _store(
         column = tl.arange(0, BLOCK_V)
         value = tl.load(v + row * v_row + head * v_head + column, mask=column < DV, other=0.0)
         tl.store(values + page * value_page + inside * DV + column, value, mask=column < DV)
+
+
+@triton.jit
+def _last_places(tables, lengths, places, count, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths + row, mask=row < count, other=0)
+    last = length - 1
+    page = tl.load(tables + row * table_stride + last // PAGE, mask=length > 0, other=0).to(tl.int64)
+    tl.store(places + row, tl.where(length > 0, page * PAGE + last % PAGE, -1), mask=row < count)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .cpu import takes_cpu_kernels
 from .norm import rms_norm
+from .paged_attention import NewRows, store_rows
 from .recompute import recomputable
 from .rotary import RotaryTable, apply_rotary
 
@@ -35,6 +36,26 @@ def split_qkv(
         if cpu_qkv.fits(table, head_dim):
             return cpu_qkv.split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
     return reference_split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
+
+
+def split_qkv_into(
+    qkv: Tensor,
+    num_q: int,
+    num_kv: int,
+    table: RotaryTable,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    rows: NewRows,
+) -> Tensor:
+    """`split_qkv` for inference, whose keys and values go to pages as they are made. Returns q [T, num_q, D]."""
+    if qkv.is_cuda and table.cos.shape[-1] * 2 * (num_q + 2 * num_kv) == qkv.shape[1]:
+        from . import qkv_kernels
+
+        return qkv_kernels.split_qkv_into(qkv, num_q, num_kv, table, q_weight, k_weight, eps, rows)
+    q, k, v = split_qkv(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
+    store_rows(k, v, rows)
+    return q
 
 
 def reference_split_qkv(

@@ -8,10 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .norm_kernels import num_programs
+from .paged_attention import NewRows
 from .rotary import RotaryTable
 
 _TILE = 1024
 """Numbers of half a head that a program holds at a time: 16 bytes a thread and load."""
+_FEW = 128
+"""Tiles of rows that leave a large device idle unless their heads go to programs of their own."""
 
 
 def split_qkv(
@@ -27,6 +30,44 @@ def split_qkv(
     return _SplitQKV.apply(qkv, num_q, num_kv, table, q_weight, k_weight, eps)
 
 
+def split_qkv_into(
+    qkv: Tensor,
+    num_q: int,
+    num_kv: int,
+    table: RotaryTable,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    rows: NewRows,
+) -> Tensor:
+    """See `ops.qkv.split_qkv_into`."""
+    qkv = qkv.contiguous()
+    dim = qkv.shape[1] // (num_q + 2 * num_kv)
+    q = qkv.new_empty(len(qkv), num_q, dim)
+    _split(qkv, q, rows.keys, num_q, num_kv, table, q_weight, k_weight, eps, rows)
+    return q
+
+
+def _split(
+    qkv: Tensor, q: Tensor, k: Tensor, num_q: int, num_kv: int, table: RotaryTable, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float, into: NewRows | None = None,
+) -> None:  # fmt: skip
+    """k [T, num_kv, D], or the pages of keys if rows go `into` pages."""
+    rows, dim = q.shape[0], q.shape[2]
+    if not rows:
+        return
+    half, block = _tile(dim)
+    tiles = triton.cdiv(rows, block)
+    values, places, page, strides = None, None, 0, (0, 0)
+    if into is not None:
+        values, places, page = into.values, into.places, into.keys.shape[2]
+        strides = into.keys.stride(0), into.values.stride(0)
+    _forward[(tiles, num_q if tiles < _FEW else 1)](
+        qkv, table.cos, table.sin, q_weight, k_weight, q, k, values, places, rows, eps, *strides,
+        Q=num_q, KV=num_kv, D=dim, HALF=half, NORM=q_weight is not None, ROWS=block, PAGE=page, num_warps=4,
+    )  # fmt: skip
+
+
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -36,12 +77,7 @@ class _SplitQKV(torch.autograd.Function):
         qkv = qkv.contiguous()
         rows, dim = qkv.shape[0], qkv.shape[1] // (num_q + 2 * num_kv)
         q, k = qkv.new_empty(rows, num_q, dim), qkv.new_empty(rows, num_kv, dim)
-        half, block = _tile(dim)
-        if rows:
-            _forward[(triton.cdiv(rows, block),)](
-                qkv, table.cos, table.sin, q_weight, k_weight, q, k, rows, eps,
-                Q=num_q, KV=num_kv, D=dim, HALF=half, NORM=q_weight is not None, ROWS=block, num_warps=4,
-            )  # fmt: skip
+        _split(qkv, q, k, num_q, num_kv, table, q_weight, k_weight, eps)
         ctx.save_for_backward(qkv, q_weight, k_weight)
         ctx.sizes, ctx.table, ctx.eps = (num_q, num_kv, dim), table, eps
         return q, k, qkv.view(rows, -1, dim)[:, num_q + num_kv :]
@@ -73,10 +109,14 @@ def _tile(dim: int) -> tuple[int, int]:
 
 @triton.jit
 def _forward(
-    qkv, cos, sin, q_weight, k_weight, q, k, rows, eps,
+    qkv, cos, sin, q_weight, k_weight, q, k, values, places, rows, eps, key_page, value_page,
     Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program, head after head, so that their angles are read once."""
+    """ROWS rows a program, head after head, so that their angles are read once; few rows have programs for each head.
+
+    PAGE > 0: keys and values go to pages.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, HALF)
     inside = (row[:, None] < rows) & (column[None, :] < D // 2)
@@ -84,17 +124,31 @@ def _forward(
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
     place = row[:, None] * ((Q + 2 * KV) * D) + column[None, :]
-    for head in range(Q):
+    first, step = tl.program_id(1), tl.num_programs(1)
+    for head in range(first, Q, step):
         _rotate_head(qkv + head * D, place, q_weight, column, c, s, inside, eps,
-                     q + head * D, row[:, None] * (Q * D) + column[None, :], D, NORM)  # fmt: skip
-    for head in range(KV):
-        _rotate_head(qkv + (Q + head) * D, place, k_weight, column, c, s, inside, eps,
-                     k + head * D, row[:, None] * (KV * D) + column[None, :], D, NORM)  # fmt: skip
+                     q + head * D, row[:, None] * (Q * D) + column[None, :], inside, D, NORM)  # fmt: skip
+    if PAGE > 0:
+        to = tl.load(places + row, mask=row < rows, other=-1)
+        kept = inside & (to >= 0)[:, None]
+        page, offset = (to // PAGE)[:, None], (to % PAGE)[:, None] * D + column[None, :]
+        for head in range(first, KV, step):
+            _rotate_head(qkv + (Q + head) * D, place, k_weight, column, c, s, inside, eps,
+                         k + head * (PAGE * D), page * key_page + offset, kept, D, NORM)  # fmt: skip
+        for head in range(first, KV, step):
+            source = qkv + (Q + KV + head) * D + place
+            target = values + head * (PAGE * D) + page * value_page + offset
+            tl.store(target, tl.load(source, mask=inside, other=0.0), mask=kept)
+            tl.store(target + D // 2, tl.load(source + D // 2, mask=inside, other=0.0), mask=kept)
+    else:
+        for head in range(first, KV, step):
+            _rotate_head(qkv + (Q + head) * D, place, k_weight, column, c, s, inside, eps,
+                         k + head * D, row[:, None] * (KV * D) + column[None, :], inside, D, NORM)  # fmt: skip
 
 
 @triton.jit
 def _rotate_head(
-    source, place, weight, column, c, s, inside, eps, target, target_place, D: tl.constexpr, NORM: tl.constexpr
+    source, place, weight, column, c, s, inside, eps, target, target_place, kept, D: tl.constexpr, NORM: tl.constexpr
 ):
     first = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + place + D // 2, mask=inside, other=0.0).to(tl.float32)
@@ -106,8 +160,8 @@ def _rotate_head(
         first = (first * scale * gain_first).to(target.dtype.element_ty).to(tl.float32)
         second = (second * scale * gain_second).to(target.dtype.element_ty).to(tl.float32)
     kind = target.dtype.element_ty
-    tl.store(target + target_place, (first * c - second * s).to(kind), mask=inside)
-    tl.store(target + target_place + D // 2, (second * c + first * s).to(kind), mask=inside)
+    tl.store(target + target_place, (first * c - second * s).to(kind), mask=kept)
+    tl.store(target + target_place + D // 2, (second * c + first * s).to(kind), mask=kept)
 
 
 @triton.jit

@@ -83,6 +83,37 @@ def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
+def append_tokens(drawn: Drawn, last: Tensor, lengths: Tensor, history: Tensor, step: Tensor) -> None:
+    """Tokens of B rows become the `last` ones, int64 [B], and the rows longer: lengths int32 [B]; 0 stays 0.
+
+    They and the bits of their log-probs go to history int64 [S, 2, slots] at the step that `step`, int32 [1], tells,
+    which grows by 1.
+    """
+    _append[(1,)](
+        drawn.tokens, drawn.logprobs, last, lengths, history, step, len(drawn.tokens), history.shape[2],
+        BLOCK=256, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append(
+    tokens, logprobs, last, lengths, history, step, rows, slots, BLOCK: tl.constexpr
+):  # fmt: skip
+    now = tl.load(step)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        inside = row < rows
+        token = tl.load(tokens + row, mask=inside, other=0)
+        bits = tl.load(logprobs + row, mask=inside, other=0.0).to(tl.int32, bitcast=True).to(tl.int64)
+        length = tl.load(lengths + row, mask=inside, other=0)
+        tl.store(last + row, token, mask=inside)
+        tl.store(lengths + row, tl.where(length > 0, length + 1, 0), mask=inside)
+        tl.store(history + 2 * now * slots + row, token, mask=inside)
+        tl.store(history + (2 * now + 1) * slots + row, bits, mask=inside)
+    tl.debug_barrier()  # every warp has read the step
+    tl.store(step, now + 1)
+
+
 @triton.jit
 def _uniform(seeds, positions, out, count, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -2,15 +2,22 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from xtuner.v1.data_proto import SampleParams, WeightBucket
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
+from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
 from xtuner.v1.rl.rollout.backends.base import GenerateOutput, GenerateRequest
 from xtuner.v1.rl.rollout.backends.native import NativeEngine
+from xtuner.v1.rl.rollout.backends.native.paged_cache import PagedCache
+from xtuner.v1.rl.rollout.backends.native.paged_runner import MAX_STEPS, PagedRunner
+from xtuner.v1.rl.rollout.backends.native.sampler import SAMPLING_FIELDS, SamplingBatch, sample
+from xtuner.v1.rl.rollout.backends.native.scheduler import Done, Scheduler
 
 VOCAB = 64
 EOS = [2, 5]
@@ -70,3 +77,56 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def buckets(tensors: dict[str, torch.Tensor], parts: int = 3) -> list[WeightBucket]:
     items = list(tensors.items())
     return [WeightBucket(dict(items[i::parts])) for i in range(parts)]
+
+
+class AheadRunner(PagedRunner):
+    """Runs as on CUDA, with the CPU as the device: it draws several tokens a call, ahead of the host if it may."""
+
+    def __init__(self, model: DecoderModel, cache: PagedCache) -> None:
+        super().__init__(model, cache)
+        self._draws_on_device = True
+        self.calls_ahead = self.moves_ahead = 0
+
+    @classmethod
+    def put_into(cls, engine: NativeEngine) -> "AheadRunner":
+        """In the place of a started engine's own."""
+        old = engine._runner.cache
+        cache = PagedCache(
+            len(engine._model.layers), old.num_heads, old._key_dim, old._value_dim, old.dtype, old.device,
+            old.max_slots, old.max_length, 2 * MAX_STEPS, old.experts_shape,
+        )  # fmt: skip
+        engine._cache, engine._runner = cache, (runner := cls(engine._model, cache))
+        engine._set_cache_budget()
+        return runner
+
+    def begin_decode(self, scheduler: Scheduler, steps: int, ahead: int = 0) -> Callable[[], list[Done]]:
+        self.calls_ahead += ahead > 0
+        self.moves_ahead += ahead > 0 and self.cache.recomposed
+        return super().begin_decode(scheduler, steps, ahead)
+
+    def _draw(self, size: int, shaped: bool, sharing: bool) -> None:
+        state = self._state
+        size = int((state.lengths > 0).sum())
+        logits, lengths = self._forward(size, sharing=False), state.lengths[:size]
+        column = {name: values[:size].numpy() for name, values in state._columns.items()}
+        rows = np.zeros(size, [("length", np.int64), *SAMPLING_FIELDS])
+        for name in {*rows.dtype.names} & {*column}:
+            rows[name] = column[name]
+        rows["penalised"], rows["special"] = False, True
+        if state.counts is not None:
+            own = torch.from_numpy(column["penalised"])[:, None]
+            repetition = torch.from_numpy(column["repetition"])[:, None]
+            penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits = torch.where(own & (state.counts[:size] > 0), penalised, logits)
+        drawn = sample(logits, SamplingBatch.build(rows, np.zeros((size, 1), np.int32), column["stop_ids"]))
+        if state.counts is not None:
+            state.counts[:size].scatter_add_(1, drawn.tokens[:, None], own.int())
+        bits = drawn.logprobs.view(torch.int32).long()
+        state.history[int(state.step), :, :size] = torch.stack((drawn.tokens, bits))
+        state.step += 1
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            state.top[0, :size], state.top[1, :size] = -1, 0
+            state.top[0, :size, : drawn.top_ids.shape[1]] = drawn.top_ids
+            state.top[1, :size, : drawn.top_ids.shape[1]] = drawn.top_logprobs.view(torch.int32)
+        state.tokens[:size] = drawn.tokens
+        lengths += 1

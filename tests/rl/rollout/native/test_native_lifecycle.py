@@ -226,7 +226,7 @@ def test_requests_of_one_turn_form_one_batch_however_deep_their_callers(kernels,
 
 def test_a_cache_without_room_for_the_context_cuts_it_or_refuses_to_start(kernels, model_path, caplog):
     engine = started(model_path, cpu_cache_bytes=128 * ROW_BYTES)
-    room = 128 if kernels else 128 - 8  # what steps write in vain has room in the pages
+    room = 128 if kernels else 128 - 16  # what steps write in vain has room in the pages
     out, refused = run(engine, request(0, min_tokens=200, max_tokens=200), request(1, prompt(1, room)))
     assert len(out.token_ids) == room - 9 and out.finish_reason == "length"
     assert f"context of {room}" in refused.error

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from native_models import buckets
+from native_models import AheadRunner, buckets
 
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
@@ -37,8 +37,10 @@ def _weights(config: DenseModelConfig, seed: int) -> dict[str, torch.Tensor]:
 class Soak:
     """Sends waves of requests and counts how they end."""
 
-    def __init__(self, engine: NativeEngine, config: DenseModelConfig) -> None:
+    def __init__(self, engine: NativeEngine, config: DenseModelConfig, ahead: bool) -> None:
+        """ahead: several tokens a step, so answers are longer, and interrupted more often."""
         self.engine, self.config, self.rng = engine, config, random.Random(0)
+        self.times, self.abort_share = (2, 0.5) if ahead else (1, 0.2)
         self.sent, self.ends = 0, Counter()
         self.texts = [[self.rng.randrange(4, VOCAB) for _ in range(CONTEXT)] for _ in range(6)]
 
@@ -50,7 +52,7 @@ class Soak:
         if rng.random() < 0.02:
             ids = rng.choice(([], [VOCAB], [5] * CONTEXT))
         kind = rng.choice(_KINDS)
-        params = SampleParams(max_tokens=rng.choice((1, 1, 2, 4, 4, 6, 8)), **kind)
+        params = SampleParams(max_tokens=rng.choice((1, 1, 2, 4, 4, 6, 8)) * self.times, **kind)
         if rng.random() < (0.01 if self.large else 0.15):
             params = SampleParams(max_tokens=150, min_tokens=140)
         self.sent += 1
@@ -96,7 +98,7 @@ class Soak:
                 rng.choice(tasks).cancel()
             if rng.random() < 0.02:
                 await self.engine.reset_prefix_cache()
-        if rng.random() < 0.2:
+        if rng.random() < self.abort_share:
             await self.engine.abort()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
@@ -120,8 +122,11 @@ class Soak:
             await engine.wake(("kv_cache",))
 
 
-@pytest.mark.parametrize("head_dim, requests", [(8, 20_000), (32, 10_000)], ids=["pages", "kernels"])
-def test_nothing_is_lost_leaks_or_is_answered_twice(tmp_path, head_dim, requests):
+@pytest.mark.parametrize(
+    "head_dim, requests, ahead", [(8, 20_000, False), (8, 1_500, True), (32, 10_000, False)],
+    ids=["pages", "pages ahead", "kernels"],
+)  # fmt: skip
+def test_nothing_is_lost_leaks_or_is_answered_twice(tmp_path, head_dim, requests, ahead):
     config = _config(head_dim)
     save_hf_model(iter(_weights(config, 0).items()), config, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
@@ -129,12 +134,13 @@ def test_nothing_is_lost_leaks_or_is_answered_twice(tmp_path, head_dim, requests
     async def main() -> None:
         engine = NativeEngine(tmp_path, max_batch_size=64, max_prefill_rows=400)
         await engine.start()
-        cache, scheduler, soak = engine._cache, engine._scheduler, Soak(engine, config)
+        runner = AheadRunner.put_into(engine) if ahead else None
+        cache, scheduler, soak = engine._cache, engine._scheduler, Soak(engine, config, ahead)
         paged = isinstance(cache, PagedCache)
         if head_dim == 32 and paged:
             pytest.skip("there are no CPU kernels here")
         while soak.sent < requests:
-            await soak.wave(min(1500 if soak.large else 60, requests - soak.sent))
+            await soak.wave(min(1500 if soak.large and not ahead else 60, requests - soak.sent))
             assert not engine._futures and not scheduler.has_work and scheduler.filling is None
             assert cache.running == 0
             if paged:
@@ -145,11 +151,13 @@ def test_nothing_is_lost_leaks_or_is_answered_twice(tmp_path, head_dim, requests
                 assert sorted(cache.place_of) == list(range(64)) and cache._partial is None
             await soak.between()
         assert sum(soak.ends.values()) == soak.sent == requests
-        least = 50 if paged else 20
+        least = 5 if ahead else 50 if paged else 20
         assert min(soak.ends[end] for end in ("stop", "length", "abort", "cancelled", "error")) > least, soak.ends
         counts = engine.statistics()
-        assert counts["preemptions"] > (5 if paged else 0) and counts["prefill_tokens"] > 10 * requests, counts
+        assert ahead or counts["preemptions"] > (5 if paged else 0), counts
+        assert counts["prefill_tokens"] > 10 * requests, counts
         assert counts["prefix_hit_tokens"] > 0.1 * counts["prefill_tokens"], counts
+        assert runner is None or runner.calls_ahead > 50
         await engine.stop()
 
     asyncio.run(main())

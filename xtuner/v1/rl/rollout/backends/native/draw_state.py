@@ -9,7 +9,7 @@ from xtuner.v1.ops.sampling import IN_PROMPT, Drawn, Shaping
 from .exact_logprobs import exact_logprobs
 
 _COLUMNS = {
-    "tokens": torch.int64, "seed": torch.int64, "length": torch.int32, "min_length": torch.int32,
+    "tokens": torch.int64, "seed": torch.int64, "source": torch.int32, "length": torch.int32, "min_length": torch.int32,
     "top_k": torch.int32, "alternatives": torch.int32, "inv_temperature": torch.float32, "top_p": torch.float32,
     "log_min_p": torch.float32, "repetition": torch.float32, "presence": torch.float32, "frequency": torch.float32,
     "greedy": torch.bool, "truncated": torch.bool, "penalised": torch.bool,
@@ -29,20 +29,14 @@ class DrawState:
         log-probs are the trainer's to the bit."""
         self._exact = exact
         shapes = {"stop_ids": (torch.int64, num_stop_ids)} | {name: (kind, 1) for name, kind in _COLUMNS.items()}
-        sizes = {name: slots * width * kind.itemsize for name, (kind, width) in shapes.items()}
-        self._device_bytes = torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device)
-        self._host_bytes = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._host: dict[str, np.ndarray] = {}
-        self._columns: dict[str, Tensor] = {}
-        place = 0
-        for name, (kind, width) in shapes.items():
-            part = slice(place, place + sizes[name])
-            shape = (slots, width) if name == "stop_ids" else (slots,)
-            self._host[name] = self._host_bytes[part].view(kind).view(shape).numpy()
-            self._columns[name] = self._device_bytes[part].view(kind).view(shape)
-            place += sizes[name]
+        self._slots, self._shapes = slots, shapes
+        size = sum(slots * width * kind.itemsize for kind, width in shapes.values())
+        self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._columns = self._cut(self._device_bytes)
         self.tokens, self.lengths = self._columns["tokens"], self._columns["length"]
         """Last token of each slot and tokens so far; 0: the slot is empty."""
+        self._arrivals = np.zeros(0, np.int64)
+        """Of the sequences in the slots."""
         self.num_stop_ids = num_stop_ids
         self.counts: Tensor | None = None
         """int32 [slots, V], see `Shaping`."""
@@ -55,17 +49,38 @@ class DrawState:
         """For rows with so many end ids, some of them penalised."""
         return num_stop_ids <= self.num_stop_ids and (self.counts is not None or not penalties)
 
-    def load(self, rows: np.ndarray, tokens: np.ndarray, stop_ids: np.ndarray) -> None:
-        """The slot table [B], ids [B, L] and end ids [B, S]; the other slots are empty."""
-        batch, host = len(rows), self._host
-        for name in _COLUMNS.keys() - {"tokens"}:
+    def _cut(self, memory: Tensor) -> dict[str, Tensor]:
+        """Columns of uint8 [size], views."""
+        sizes = [self._slots * width * kind.itemsize for kind, width in self._shapes.values()]
+        parts = zip(memory.split(sizes), self._shapes.items(), strict=True)
+        columns = {name: part.view(kind).view(self._slots, width) for part, (name, (kind, width)) in parts}
+        return {name: column if name == "stop_ids" else column[:, 0] for name, column in columns.items()}
+
+    def load(self, rows: np.ndarray, tokens: np.ndarray, stop_ids: np.ndarray, ahead: int = 0) -> None:
+        """The slot table [B], ids [B, L] and end ids [B, S]; the other slots are empty.
+
+        ahead: how many more tokens the slots have, or will have once the device has drawn what it was told to: then all
+        rows have been in slots before, and their last tokens are taken from there. Not with penalties.
+        """
+        batch = len(rows)
+        # Memory of its own: a copy from that of the last load may still be to come.
+        host_bytes = torch.zeros(self._device_bytes.shape, dtype=torch.uint8, pin_memory=self._device_bytes.is_cuda)
+        host = {name: column.numpy() for name, column in self._cut(host_bytes).items()}
+        for name in _COLUMNS.keys() - {"tokens", "source"}:
             host[name][:batch] = rows[name]
-        host["length"][batch:] = 0
-        host["tokens"][:batch] = tokens[np.arange(batch), rows["length"] - 1]
+        host["length"][:batch] += ahead
         host["stop_ids"][:batch, : stop_ids.shape[1]] = stop_ids
         host["stop_ids"][:batch, stop_ids.shape[1] :] = stop_ids[:, -1:]
-        # The last copy from this memory is done: every step's tokens have been waited for since.
-        self._device_bytes.copy_(self._host_bytes, non_blocking=True)
+        if ahead:
+            order = self._arrivals.argsort()
+            host["source"][:batch] = order[self._arrivals.searchsorted(rows["arrival"], sorter=order)]
+            last_tokens = self.tokens.clone()
+            self._device_bytes.copy_(host_bytes, non_blocking=True)
+            self.tokens.copy_(last_tokens.index_select(0, self._columns["source"]))
+        else:
+            host["tokens"][:batch] = tokens[np.arange(batch), rows["length"] - 1]
+            self._device_bytes.copy_(host_bytes, non_blocking=True)
+        self._arrivals = rows["arrival"].copy()
         if self.counts is not None:
             self._count(self.counts, rows, tokens)
 

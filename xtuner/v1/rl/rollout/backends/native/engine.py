@@ -1,8 +1,9 @@
 """Our own rollout engine: lives in the process that uses it, on any device that torch has."""
 
 import asyncio
-import json
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from xtuner.v1.utils import get_logger
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .paged_cache import PAGE, PagedCache
 from .paged_runner import MAX_STEPS, PagedRunner
-from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence
+from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence, read_eos_ids
 from .runner import Runner
 from .scheduler import Done, Scheduler, Sequence
 from .stable_weights import StableWeights
@@ -81,8 +82,8 @@ class NativeEngine(ReadableWeights):
         self._preemptions = 0
         self._scheduler = Scheduler(max_batch_size)
         self._futures: dict[Sequence, asyncio.Future[GenerateOutput]] = {}
-        self._drawn: Callable[[], list[Done]] | None = None
-        """Waits for what the last step draws."""
+        self._drawings: deque[_Drawing] = deque()
+        """What the device was told to draw and was not taken in yet, the oldest first; two at most."""
         self._driver: asyncio.Task[None] | None = None
         self._tokenizer: Any = None
         self._obstacle: dict[str, str] = {"start": "the engine was not started."}
@@ -154,7 +155,7 @@ class NativeEngine(ReadableWeights):
         heads, key_dim, value_dim = config.attention.cache_shape
         sizes = (config.num_hidden_layers, heads // self.num_ranks, key_dim, value_dim, self.dtype, self.device)
         experts = config.routing_shape[:2] if self._return_routed_experts and config.routing_shape else None
-        return PagedRunner(model, PagedCache(*sizes, slots, context, MAX_STEPS, experts))
+        return PagedRunner(model, PagedCache(*sizes, slots, context, 2 * MAX_STEPS, experts))
 
     async def stop(self) -> None:
         if "start" in self._obstacle:  # not started, or stopped already
@@ -277,11 +278,17 @@ class NativeEngine(ReadableWeights):
     @torch.inference_mode()
     def step(self) -> None:
         """One or more tokens for every running sequence, and up to `max_prefill_rows` tokens of prompts. The device
-        draws while prompts are prepared and the callers work: the next step takes in what it drew."""
-        self._take_in()
+        draws while prompts are prepared and the callers work: the next step takes in what it drew, if nobody comes in
+        after it has told the device to go on."""
         scheduler = self._scheduler
-        if scheduler.running:
-            self._drawn = self._runner.begin_decode(scheduler, self._reserve_for_decode())
+        steps, ahead = self._reserve_ahead()
+        if not steps:
+            self._take_in()
+            steps = self._reserve_for_decode() if scheduler.running else 0
+        if steps:
+            take_in = self._runner.begin_decode(scheduler, steps, ahead)
+            self._drawings.append(_Drawing(steps, scheduler.admitted, take_in))
+            self._take_in(leave=1)
         first = len(scheduler.running)
         if prompts := scheduler.admit(self._cache, self._prefill_rows):
             # Who ends with its first token leaves a slot behind those that are drawn for.
@@ -290,11 +297,10 @@ class NativeEngine(ReadableWeights):
             self._take_in()
 
     @torch.inference_mode()
-    def _take_in(self) -> None:
-        """What the last step drew."""
-        if self._drawn is not None:
-            drawn, self._drawn = self._drawn, None
-            self._end(drawn())
+    def _take_in(self, leave: int = 0) -> None:
+        """What was drawn, but for the last `leave` times."""
+        while len(self._drawings) > leave:
+            self._end(self._drawings.popleft().take_in())
 
     def _settle(self) -> None:
         """Nothing is drawn any more."""
@@ -307,6 +313,21 @@ class NativeEngine(ReadableWeights):
         if done:
             for sequence, (_, reason) in zip(self._release([slot for slot, _ in done]), done, strict=True):
                 self._finish(sequence, reason)
+
+    def _reserve_ahead(self) -> tuple[int, int]:
+        """Room for tokens beyond those that are being drawn: how many each, and how many those are. 0 of them where
+        the host must look first: others come in or wait for slots, all are known to end, or there is no room."""
+        scheduler = self._scheduler
+        if len(self._drawings) != 1 or not scheduler.running or scheduler.waiting or scheduler.filling is not None:
+            return 0, 0
+        (drawing,) = self._drawings
+        rows, ahead = scheduler.rows(), drawing.steps
+        if scheduler.admitted != drawing.admitted or (rows["length"] + ahead >= rows["limit"]).all():
+            return 0, 0
+        if not self._runner.may_run_ahead(scheduler):
+            return 0, 0
+        steps = self._runner.steps(scheduler, ahead)
+        return (steps, ahead) if self._cache.grow(rows["length"] + ahead + steps - 1) else (0, 0)
 
     def _reserve_for_decode(self) -> int:
         """Room for as many tokens each as the runner would draw at once, or for one, which then is all it may draw;
@@ -388,6 +409,7 @@ class NativeEngine(ReadableWeights):
     def _refuse_in_flight(self, what: str) -> None:
         if self._futures:
             raise RuntimeError(f"{what}: {len(self._futures)} requests are in flight; abort them first.")
+        self._settle()
 
     def _set_cache_budget(self) -> None:
         budget = self._gpu_cache_bytes() if self.device.type == "cuda" else self._cpu_cache_bytes
@@ -457,18 +479,16 @@ class NativeEngine(ReadableWeights):
         return text
 
 
-def read_eos_ids(model_path: str | Path) -> list[int]:
-    """EOS ids of a model folder: generation_config.json's, else config.json's. Raises if neither has any."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        if file.is_file():
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if value is not None and value != []:
-                return [value] if isinstance(value, int) else list(value)
-    raise ValueError(
-        f"{model_path}: neither generation_config.json nor config.json has eos_token_id, so no response "
-        "would ever end by itself. Add the id of the token that ends a turn to generation_config.json."
-    )
+@dataclass(slots=True)
+class _Drawing:
+    """Tokens that the device draws."""
+
+    steps: int
+    """Tokens for each sequence."""
+    admitted: int
+    """Sequences that had come in when it began."""
+    take_in: Callable[[], list[Done]]
+    """Waits for them."""
 
 
 def _stage(request: GenerateRequest) -> LogprobStage:

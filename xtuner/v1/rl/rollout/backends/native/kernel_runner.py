@@ -88,12 +88,15 @@ class KernelRunner:
     def forget_weights(self) -> None:
         self._weights = None
 
-    def steps(self, scheduler: Scheduler) -> int:
+    def steps(self, scheduler: Scheduler, ahead: int = 0) -> int:
         rows = scheduler.rows()
         if rows["shaped"].any():
             return 1
         fair = int(_CALL_OPERATIONS / self._operations / len(rows))
         return max(1, min(fair, _MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
+
+    def may_run_ahead(self, scheduler: Scheduler) -> bool:
+        return False
 
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
         places, copies = self._places(scheduler, prompts, first_slot)
@@ -130,7 +133,7 @@ class KernelRunner:
         copies = [[(own[0], to, p.ids.size - 1) for to in own[1:]] for own, p in zip(of_members, prompts, strict=True)]
         return [own[0] for own in of_members], copies
 
-    def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
+    def begin_decode(self, scheduler: Scheduler, steps: int, ahead: int = 0) -> Callable[[], list[Done]]:
         done = self.decode(scheduler, steps)
         return lambda: done
 

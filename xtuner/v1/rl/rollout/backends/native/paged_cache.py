@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xtuner.v1.ops.expert_pages import read_experts
+from xtuner.v1.ops.paged_attention import NewRows
 from xtuner.v1.utils.stable_memory import StableMemory
 
 from .cache import Cache, Prompt
@@ -122,6 +123,10 @@ class PagedCache(Cache):
     def values(self, layer: int) -> Tensor:
         """[N, Hkv, PAGE, Dv], a view."""
         return self._part(layer * self._layer_elements + self.num_heads * PAGE * self._key_dim, self._value_dim)
+
+    def new_rows(self, layer: int, places: Tensor) -> NewRows:
+        """Rows of a layer that go to `places`, int64 [T]: page * PAGE + offset of each; negative: nowhere."""
+        return NewRows(self.keys(layer), self.values(layer), places)
 
     def _part(self, start: int, dim: int) -> Tensor:
         assert self._pool is not None, "the cache is asleep"

@@ -13,8 +13,16 @@ from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.ops.attention import PackedAttention
 from xtuner.v1.ops.exact import exact_attend_rows, exact_packed_attention, exact_paged_attention
 from xtuner.v1.ops.expert_pages import store_experts
-from xtuner.v1.ops.paged_attention import PagedRows, SharedPages, attend_rows, last_places, paged_attention, store_rows
-from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
+from xtuner.v1.ops.paged_attention import (
+    NewRows,
+    PagedRows,
+    SharedPages,
+    attend_rows,
+    last_places,
+    paged_attention,
+    store_rows,
+)
+from xtuner.v1.ops.sampling import MAX_ALTERNATIVES, Drawn
 
 from .cache import Prompt
 from .draw_state import DrawState
@@ -44,47 +52,70 @@ class PagedPrefill:
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `AttentionContext`."""
-        store_rows(k, v, self._cache.keys(layer), self._cache.values(layer), self.places)
+        store_rows(k, v, self._cache.new_rows(layer, self.places))
         return self._packed.attend(layer, q, k, v, scale, window, sinks)
 
 
-class PagedChunks:
-    """Parts of prompts, whose keys and values go to the pages first, against all that is there of their prompts."""
+class _OverPages:
+    """New rows, whose keys and values go to the pages first, against what is there."""
 
-    def __init__(self, cache: PagedCache, rows: PagedRows, places: Tensor, exact: bool) -> None:
-        """places int64 [T]: where each row goes, page * PAGE + offset; negative: it is there."""
-        self._cache, self._rows, self.places = cache, rows, places
-        self._attend = exact_attend_rows if exact else attend_rows
+    places: Tensor
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+
+    def new_rows(self, layer: int) -> NewRows:
+        """See `ReadsPages`."""
+        return self._cache.new_rows(layer, self.places)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `AttentionContext`."""
+        store_rows(k, v, self.new_rows(layer))
+        return self.attend_stored(layer, q, scale, window, sinks)
+
+    def attend_stored(
+        self, layer: int, q: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `ReadsPages`."""
+        raise NotImplementedError
+
+
+class PagedChunks(_OverPages):
+    """Parts of prompts against all that is there of their prompts."""
+
+    def __init__(self, cache: PagedCache, rows: PagedRows, places: Tensor, exact: bool) -> None:
+        """places int64 [T]: where each row goes, page * PAGE + offset; negative: it is there."""
+        super().__init__(cache)
+        self._rows, self.places = rows, places
+        self._attend = exact_attend_rows if exact else attend_rows
+
+    def attend_stored(
+        self, layer: int, q: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        store_rows(k, v, keys, values, self.places)
         return self._attend(q, keys, values, self._rows, scale, window, sinks)
 
 
-class PagedDecode:
-    """One new row a sequence against its pages, where its own keys and values go first."""
+class PagedDecode(_OverPages):
+    """One new row a sequence against its pages."""
 
     def __init__(
         self, cache: PagedCache, tables: Tensor, lengths: Tensor, splits: int, shared: SharedPages | None, exact: bool
     ) -> None:
         """tables int32 [B, P], lengths int32 [B] with the new rows; 0: nobody's row."""
-        self._cache, self._tables, self._lengths = cache, tables, lengths
+        super().__init__(cache)
+        self._tables, self._lengths = tables, lengths
         self._splits, self._shared = splits, shared
         self._attend = exact_paged_attention if exact else paged_attention
         self.places = last_places(tables, lengths, PAGE)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `AttentionContext`."""
+    def attend_stored(
+        self, layer: int, q: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        store_rows(k, v, keys, values, self.places)
         return self._attend(
             q, keys, values, self._tables, self._lengths, scale, self._splits, window, sinks, self._shared
         )
@@ -103,10 +134,22 @@ class SlotState(DrawState):
         self.tables = torch.zeros(cache.tables.shape, dtype=torch.int32, device=device)
         self.members = torch.full((slots // 2, MEMBERS), -1, dtype=torch.int32, device=device)
         self.shared_pages = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.drawn = torch.zeros(2, slots, dtype=torch.int64, device=device)
-        """Tokens of the last step, and the bits of their log-probs."""
+        self.history = torch.zeros(MAX_STEPS, 2, slots, dtype=torch.int64, device=device)
+        """Tokens of the steps of a call, and the bits of their log-probs."""
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        """Steps of the call so far."""
         self.top = torch.zeros(2, slots, MAX_ALTERNATIVES, dtype=torch.int32, device=device)
         """The most likely tokens of the last step if its rows were shaped, and the bits of their log-probs."""
+
+    def append(self, drawn: Drawn) -> None:
+        """Tokens of slots [0, B) become the last ones; the slots that are not empty are longer by them."""
+        from xtuner.v1.ops.sampling_kernels import append_tokens
+
+        batch = len(drawn.tokens)
+        append_tokens(drawn, self.tokens[:batch], self.lengths[:batch], self.history, self.step)
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            self.top[0, :batch].copy_(drawn.top_ids)
+            self.top[1, :batch].copy_(drawn.top_logprobs.view(torch.int32))
 
     def share(self, cache: PagedCache) -> bool:
         """Which slots read pages together; False, and nobody does, if it would not pay."""
@@ -130,15 +173,16 @@ class PagedRunner:
 
     def __init__(self, model: DecoderModel, cache: PagedCache, use_graphs: bool = True) -> None:
         self.model, self.cache = model, cache
-        self._on_cuda = cache.device.type == "cuda"
-        self._use_graphs = use_graphs and self._on_cuda
+        on_cuda = cache.device.type == "cuda"
+        self._draws_on_device = on_cuda
+        self._use_graphs = use_graphs and on_cuda
         self._sizes = batch_sizes(cache.max_slots)
         self._renew_state(num_stop_ids=1, penalties=False)
-        shape = (2, MAX_STEPS, cache.max_slots)
-        self._history = torch.zeros(shape, dtype=torch.int64, device=cache.device)
-        self._history_host = torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_cuda)
         self._top_history = torch.zeros(MAX_STEPS, *self._state.top.shape, dtype=torch.int32, device=cache.device)
-        self._top_host = torch.zeros(self._top_history.shape, dtype=torch.int32, pin_memory=self._on_cuda)
+        # Two of each: one is filled while the other is read.
+        self._history_host = torch.zeros((2, *self._state.history.shape), dtype=torch.int64, pin_memory=on_cuda)
+        self._top_host = torch.zeros((2, *self._top_history.shape), dtype=torch.int32, pin_memory=on_cuda)
+        self._turn = 0
         self.prefilled_rows = 0
         """Rows that went through the model in prefills since the start."""
 
@@ -158,11 +202,15 @@ class PagedRunner:
     def forget_weights(self) -> None:
         """Graphs read the parameters where they will be again."""
 
-    def steps(self, scheduler: Scheduler) -> int:
+    def steps(self, scheduler: Scheduler, ahead: int = 0) -> int:
         rows = scheduler.rows()
-        if not self._on_cuda:
+        if not self._draws_on_device:
             return 1
-        return max(1, min(MAX_STEPS, int((rows["limit"] - rows["length"]).max())))
+        return max(1, min(MAX_STEPS, int((rows["limit"] - rows["length"]).max()) - ahead))
+
+    def may_run_ahead(self, scheduler: Scheduler) -> bool:
+        # Counts of penalised rows do not move with them.
+        return self._draws_on_device and not (self.cache.recomposed and scheduler.rows()["penalised"].any())
 
     @torch.inference_mode()
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
@@ -195,54 +243,59 @@ class PagedRunner:
         return PagedChunks(self.cache, rows, places, self.model.exact)
 
     @torch.inference_mode()
-    def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
+    def begin_decode(self, scheduler: Scheduler, steps: int, ahead: int = 0) -> Callable[[], list[Done]]:
         batch = len(scheduler.running)
-        self._bring_up_to_date(scheduler)
-        if not self._on_cuda:
+        self._bring_up_to_date(scheduler, ahead)
+        if not self._draws_on_device:
             self._stale = True
             logits = self._forward(batch, sharing=False)
             return lambda: draw(scheduler, np.arange(batch), logits, self.model.exact)
         shaped = bool(scheduler.rows()["shaped"].any())
         step, with_top = self._step(batch, shaped), bool(scheduler.rows()["alternatives"].any())
+        self._state.step.zero_()
         for i in range(steps):
             step()
-            self._history[:, i].copy_(self._state.drawn)
             if with_top:
                 self._top_history[i].copy_(self._state.top)
+        self._turn = 1 - self._turn
+        history, top = self._history_host[self._turn], self._top_host[self._turn]
         if with_top:
-            self._top_host[:steps].copy_(self._top_history[:steps], non_blocking=True)
+            top[:steps].copy_(self._top_history[:steps], non_blocking=True)
         self._state.advance(batch, steps)
-        self._history_host[:, :steps].copy_(self._history[:, :steps], non_blocking=True)
-        drawn = torch.cuda.Event()
-        drawn.record(torch.cuda.current_stream(self.cache.device))
-        return partial(self._take_in, scheduler, batch, steps, with_top, drawn)
+        history[:steps].copy_(self._state.history[:steps], non_blocking=True)
+        wait = _mark(self.cache.device)
+        arrivals = scheduler.rows()["arrival"].copy()
+        return partial(self._take_in, scheduler, arrivals, history[:steps], top[:steps] if with_top else None, wait)
 
     def _take_in(
-        self, scheduler: Scheduler, batch: int, steps: int, with_top: bool, drawn: torch.cuda.Event
+        self, scheduler: Scheduler, arrivals: np.ndarray, history: Tensor, top: Tensor | None, wait: Callable[[], None]
     ) -> list[Done]:
-        drawn.synchronize()
-        slots = np.arange(batch)
-        tokens, bits = self._history_host[:, :steps, :batch].numpy()
+        """What was drawn for the sequences with these numbers, as long as they are there."""
+        wait()
+        known, slots = scheduler.find(arrivals)
+        if not known.size:
+            return []
+        tokens, bits = history.numpy()[:, :, known].swapaxes(0, 1)
         logprobs = bits.astype(np.int32).view(np.float32)
         refuse_not_finite(~np.isfinite(logprobs).all(0))
-        top_ids, top_bits = self._top_host[:steps, :, :batch].numpy().transpose(1, 2, 0, 3)
-        return scheduler.record(
-            slots, tokens.T, logprobs.T, top_ids if with_top else None, top_bits.view(np.float32) if with_top else None
-        )  # fmt: skip
+        if top is None:
+            return scheduler.record(slots, tokens.T, logprobs.T)
+        top_ids, top_bits = top.numpy()[:, :, known].transpose(1, 2, 0, 3)
+        return scheduler.record(slots, tokens.T, logprobs.T, top_ids, top_bits.view(np.float32))
 
-    def _bring_up_to_date(self, scheduler: Scheduler) -> None:
+    def _bring_up_to_date(self, scheduler: Scheduler, ahead: int) -> None:
         cache = self.cache
         rows, stop_ids, state = scheduler.rows(), scheduler.stop_ids(), self._state
-        penalties = self._on_cuda and bool(rows["penalised"].any())
+        penalties = self._draws_on_device and bool(rows["penalised"].any())
         if not state.has_room(stop_ids.shape[1], penalties):
             penalties |= state.counts is not None
             self._renew_state(max(state.num_stop_ids, stop_ids.shape[1]), penalties)
         if cache.changed:
             _upload(self._state.tables, cache.tables[: cache.running])
         if self._stale or cache.recomposed:
-            self._state.load(rows, scheduler.tokens(), stop_ids)
+            self._state.load(rows, scheduler.tokens(), stop_ids, ahead)
         if cache.recomposed:
-            self._sharing = self._on_cuda and self._state.share(cache)
+            self._sharing = self._draws_on_device and self._state.share(cache)
         cache.changed = cache.recomposed = self._stale = False
 
     def _step(self, batch: int, shaped: bool) -> Callable[[], None]:
@@ -292,18 +345,19 @@ class PagedRunner:
 
     def _draw(self, size: int, shaped: bool, sharing: bool) -> None:
         """One more token for every slot that is not empty."""
-        state, lengths = self._state, self._state.lengths[:size]
-        drawn = state.draw(self._forward(size, sharing), shaped)
-        state.drawn[0, :size].copy_(drawn.tokens)
-        state.drawn[1, :size].copy_(drawn.logprobs.view(torch.int32))
-        if drawn.top_ids is not None and drawn.top_logprobs is not None:
-            state.top[0, :size].copy_(drawn.top_ids)
-            state.top[1, :size].copy_(drawn.top_logprobs.view(torch.int32))
-        state.tokens[:size].copy_(drawn.tokens)
-        lengths.add_((lengths > 0).int())
+        self._state.append(self._state.draw(self._forward(size, sharing), shaped))
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.cache.device)
+
+
+def _mark(device: torch.device) -> Callable[[], None]:
+    """Waits until the device has done what it was told to until now."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
 
 
 def _rows(prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,10 @@
 """From a request to a sequence, or to the reason why it cannot be served."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
@@ -102,3 +104,17 @@ def _check_params(p: SampleParams, limits: RequestLimits) -> None:
         raise RequestRefused(
             f"sample_params.stop_token_ids={bad} are outside the model's vocabulary of {limits.vocab_size}."
         )
+
+
+def read_eos_ids(model_path: str | Path) -> list[int]:
+    """EOS ids of a model folder: generation_config.json's, else config.json's. Raises if neither has any."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if value is not None and value != []:
+                return [value] if isinstance(value, int) else list(value)
+    raise ValueError(
+        f"{model_path}: neither generation_config.json nor config.json has eos_token_id, so no response "
+        "would ever end by itself. Add the id of the token that ends a turn to generation_config.json."
+    )

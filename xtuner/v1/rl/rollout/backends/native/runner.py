@@ -24,16 +24,20 @@ class Runner(Protocol):
     def cache(self) -> Cache:
         """Where the keys and values are."""
 
-    def steps(self, scheduler: Scheduler) -> int:
-        """How many tokens each sequence may get in the next `decode`."""
+    def steps(self, scheduler: Scheduler, ahead: int = 0) -> int:
+        """How many tokens each sequence may get in the next `decode`. ahead: as of `begin_decode`."""
+
+    def may_run_ahead(self, scheduler: Scheduler) -> bool:
+        """Whether a decode of the same sequences, or some of them, may begin before the last one is taken in."""
 
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
         """Bring the rows [begin, end) of prompts into the cache. Members of those that are complete are in the slots
         from `first_slot` on; may already draw their next tokens."""
 
-    def begin_decode(self, scheduler: Scheduler, steps: int) -> Callable[[], list[Done]]:
+    def begin_decode(self, scheduler: Scheduler, steps: int, ahead: int = 0) -> Callable[[], list[Done]]:
         """Draw up to `steps` tokens for every sequence. What is returned waits for the device, and takes them in; until
-        then sequences may come in behind these, and leave again."""
+        then sequences may come in behind these, and any may leave again. ahead: tokens that are being drawn for each
+        already and were not taken in yet."""
 
     def weights_changed(self) -> None:
         """The parameters of the model have other content."""

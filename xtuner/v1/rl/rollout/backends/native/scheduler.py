@@ -69,7 +69,9 @@ class Scheduler:
         self.filling: Prompt | None = None
         self.starved = False
         """Whether the last admission ended for want of rows: more prompts could come in at once."""
-        self._arrivals = self._max_length = self._with_stops = 0
+        self.admitted = 0
+        """Sequences that have come in since the start; each has the number of those before it."""
+        self._max_length = self._with_stops = 0
         self._table = np.zeros(max_batch_size, _ROW)
         self._tokens = np.zeros((max_batch_size, 0), np.int32)
         self._logprobs = np.zeros((max_batch_size, 0), np.float32)
@@ -99,6 +101,12 @@ class Scheduler:
     def stop_ids(self, first: int = 0) -> np.ndarray:
         """int64 [B - first, S], ids that end each sequence; padded with one of them."""
         return self._stop_ids[first : len(self.running)]
+
+    def find(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the sequences with these numbers, int64 [n], still run, and in which slots; int64 [m] each."""
+        _, known, slots = np.intersect1d(arrivals, self.rows()["arrival"], assume_unique=True, return_indices=True)
+        order = known.argsort()
+        return known[order], slots[order]
 
     def last_tokens(self) -> np.ndarray:
         """int64 [B]."""
@@ -202,9 +210,9 @@ class Scheduler:
         self._widen(max(sequence.length for sequence in new) + 1, max(len(s.stop_ids) for s in new))
         self._table[first : len(self.running)] = [
             (arrival, len(s.request.prompt_ids), s.length, s.limit, s.stops is not None, *s.parameters)
-            for arrival, s in enumerate(new, self._arrivals)
+            for arrival, s in enumerate(new, self.admitted)
         ]
-        self._arrivals += len(new)
+        self.admitted += len(new)
         for slot, (sequence, own) in enumerate(zip(new, ids, strict=True), first):
             self._tokens[slot, : own.size] = own
             if sequence.token_ids:
