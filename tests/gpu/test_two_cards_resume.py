@@ -26,8 +26,9 @@ def test_a_checkpoint_goes_on_on_another_number_of_cards(tmp_path):
     of a step, and steps thereafter, have weights that differ by roundings of the gradients' bfloat16 sums."""
     from two_cards import CommandLineRun, comparison, show, write_config, write_guessing_model, write_questions
 
-    rows = write_questions(tmp_path / "rows.jsonl", 128, 5)
-    config = write_config(tmp_path, write_guessing_model(tmp_path / "model", "tiny", DEVICE), rows)
+    write_guessing_model(tmp_path / "model", "tiny", DEVICE)
+    write_questions(tmp_path / "rows.jsonl", 128, seed=5)
+    config = write_config(tmp_path)
 
     def start(name: str, workers: int, **settings):
         options = [f"--set={field}={value}" for field, value in (SETTINGS | settings).items()]

@@ -22,17 +22,18 @@ PARTS = ("step", "produce_batch", "training")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> tuple[Path, Path]:
-    """A folder, and the configuration in it."""
+def config(tmp_path_factory) -> Path:
+    """A configuration beside a model and prompts."""
     from two_cards import write_config, write_guessing_model, write_questions
 
     folder = tmp_path_factory.mktemp("two-cards")
-    rows = write_questions(folder / "rows.jsonl", 2 * PROMPTS, 5)
-    return folder, write_config(folder, write_guessing_model(folder / "model", SHAPE, DEVICE), rows)
+    write_guessing_model(folder / "model", SHAPE, DEVICE)
+    write_questions(folder / "rows.jsonl", 2 * PROMPTS, seed=5)
+    return write_config(folder)
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_three_steps_on_two_cards_are_those_of_one(place, mode):
+def test_three_steps_on_two_cards_are_those_of_one(config, mode):
     """Engines draw by the request, whichever card serves it.
 
     Exact mode: the first step is the same to the bit, and its loss but for the order of a sum. Gradients are of
@@ -45,12 +46,11 @@ def test_three_steps_on_two_cards_are_those_of_one(place, mode):
     """
     from two_cards import Cards, CommandLineRun, comparison, show
 
-    folder, config = place
     options = ["--accelerator", ACCELERATOR, "--set", f"total_train_steps={STEPS}"]
     options += ["--set", f"train_batch_size={PROMPTS}", "--set", f"deterministic={mode == 'exact'}"]
-    one = CommandLineRun(config, folder / f"{mode}-1", "--num-workers", "1", *options).finish()
+    one = CommandLineRun(config, config.with_name(f"{mode}-1"), "--num-workers", "1", *options).finish()
     with Cards() as cards:
-        two = CommandLineRun(config, folder / f"{mode}-2", "--num-workers", "2", *options).finish()
+        two = CommandLineRun(config, config.with_name(f"{mode}-2"), "--num-workers", "2", *options).finish()
     cards.assert_free_again()
     show("cards at most, MiB and %", cards.peaks)
     assert all(memory > 20_000 and busy > 50 for memory, busy in cards.peaks[:2])

@@ -32,7 +32,7 @@ GUESSES = {" ####": 1.0, "\n": 1.0, "1": 1.0, "2": 1.0, "<|im_end|>": 0.8}
 """What the model says, and how much of the direction that these tokens share each of them has."""
 
 
-def write_guessing_model(folder: Path, shape: str, device: str) -> Path:
+def write_guessing_model(folder: Path, shape: str, device: str) -> None:
     """Random weights of `shape` that say numbers behind `####`: an answer is right now and then, so that groups differ.
 
     The tokens of `GUESSES` share a direction of the embedding, which is the head too: each makes all of them likely
@@ -54,39 +54,39 @@ def write_guessing_model(folder: Path, shape: str, device: str) -> Path:
                     token = vocabulary[text.replace(" ", "Ġ").replace("\n", "Ċ")]
                     tensor[token] = 0.25 * tensor[token] + 1.25 / tensor.shape[1] ** 0.5 * share * direction
         save_file(tensors, path, metadata={"format": "pt"})
-    return folder
 
 
-def write_questions(path: Path, count: int, seed: int) -> Path:
+def write_questions(path: Path, count: int, seed: int) -> None:
     """Rows like GSM8K's, with labels that `write_guessing_model` hits."""
     rows = make_rows(count, seed, evaluation=False)
     for i, row in enumerate(rows):
         row["reward_model"]["ground_truth"] = str(1 + i % 2)
     write_rows(path, rows)
-    return path
 
 
-def write_config(folder: Path, model: Path, rows: Path) -> Path:
-    """The example's configuration; or the file that $TUTORIAL_CONFIG names, with its `/path/to/...` values replaced."""
+def write_config(folder: Path) -> Path:
+    """A configuration of `folder`'s model and rows.jsonl: the example's; or the file that $TUTORIAL_CONFIG names, with
+    its `/path/to/...` values replaced and nothing else."""
     text = Path(os.environ.get("TUTORIAL_CONFIG") or EXAMPLE).read_text(encoding="utf-8")
-    for placeholder, path in {"Qwen3-8B": model, "train.jsonl": rows, "eval.jsonl": rows}.items():
-        text = text.replace(f'"/path/to/{placeholder}"', repr(str(path)))
+    for placeholder, name in {"Qwen3-8B": "model", "train.jsonl": "rows.jsonl", "eval.jsonl": "rows.jsonl"}.items():
+        text = text.replace(f'"/path/to/{placeholder}"', repr(str(folder / name)))
     config = folder / "my_grpo.py"
     config.write_text(text, encoding="utf-8")
-    os.environ.update(MODEL_PATH=str(model), DATA_PATH=str(rows), EVAL_DATA_PATH=str(rows))  # the example reads these
     return config
 
 
 class CommandLineRun:
     """`xtuner train CONFIG ...` in a process of its own, with a mark that all its descendants carry."""
 
-    def __init__(self, config: Path, folder: Path, *options: str, **env: str):
+    def __init__(self, config: Path, folder: Path, *options: str):
         self.folder, self.mark = folder, f"TWO_CARDS_MARK={secrets.token_hex(8)}"
         folder.mkdir(parents=True)
         command = [sys.executable, REPOSITORY / "xtuner/v1/train/cli/rl.py", config, "--work-dir", folder / "runs"]
-        name, _, value = self.mark.partition("=")
-        environment = {"XDG_CACHE_HOME": str(folder / "cache")} | os.environ | {name: value} | env
-        environment = {k: v for k, v in environment.items() if k not in ("WORLD_SIZE", "SP_SIZE")}
+        rows = str(config.with_name("rows.jsonl"))
+        for_the_example = {"MODEL_PATH": str(config.with_name("model")), "DATA_PATH": rows, "EVAL_DATA_PATH": rows}
+        inherited = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "SP_SIZE", "WORK_DIR")}
+        environment = {"XDG_CACHE_HOME": str(folder / "cache")} | inherited | for_the_example
+        environment.update([self.mark.split("=")])
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [*map(str, command), *options], stdout=log, stderr=log, env=environment, start_new_session=True
