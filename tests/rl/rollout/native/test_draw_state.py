@@ -52,6 +52,24 @@ def test_counts_are_of_prompt_and_response_and_are_made_again_only_where_they_ar
     assert (state.counts[1:4] == expected(rows, tokens)[1:]).all()
 
 
+def test_rows_that_move_under_steps_in_flight_keep_the_tokens_that_the_device_knows():
+    """Slot 1 ends: the last one moves there. The host's ids are three tokens behind."""
+    tokens, stops = np.zeros((4, 40), np.int32), np.array([[2], [3], [4], [5]])
+    rows = table([7, 8, 9, 4], [2] * 4, [5, 6, 7, 8], penalised=False)
+    rows["seed"] = [70, 80, 90, 40]
+    state = DrawState(6, VOCAB, 1, torch.device("cpu"))
+    state.load(rows, tokens, stops)
+    state.tokens[:4] = torch.tensor([11, 12, 13, 14])
+    left = rows[[0, 3, 2]]
+    state.load(left, tokens[:3], stops[[0, 3, 2]], ahead=3)
+    assert state.tokens[:3].tolist() == [11, 14, 13] and state.lengths.tolist() == [8, 11, 10, 0, 0, 0]
+    assert state._columns["seed"][:3].tolist() == [70, 40, 90]
+    assert state._columns["stop_ids"][:3, 0].tolist() == [2, 5, 4]
+    # Once more, before the host knows any of it.
+    state.load(left[[2, 1]], tokens[:2], stops[[2, 3]], ahead=8)
+    assert state.tokens[:2].tolist() == [13, 14] and state.lengths.tolist() == [15, 16, 0, 0, 0, 0]
+
+
 def test_there_is_room_or_there_is_not():
     plain, full = (DrawState(2, VOCAB, 2, torch.device("cpu"), penalties=p) for p in (False, True))
     assert plain.has_room(2, False) and not plain.has_room(3, False) and not plain.has_room(1, True)

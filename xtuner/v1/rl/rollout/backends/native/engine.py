@@ -278,8 +278,8 @@ class NativeEngine(ReadableWeights):
     @torch.inference_mode()
     def step(self) -> None:
         """One or more tokens for every running sequence, and up to `max_prefill_rows` tokens of prompts. The device
-        draws while prompts are prepared and the callers work: the next step takes in what it drew, if nobody comes in
-        after it has told the device to go on."""
+        draws while prompts are prepared and the callers work. The next step takes in what it drew; where nobody waits
+        to come in, it first tells the device to go on."""
         scheduler = self._scheduler
         steps, ahead = self._reserve_ahead()
         if not steps:
