@@ -35,7 +35,8 @@ class ReadsWeights(Protocol):
     (`module_of`), without them, for engines that lay weights out anew."""
 
     async def weight_sums(self, keys: list[str]) -> Mapping[str, SumOf]:
-        """Of these weights or modules, in `dtype`; what cannot be read is left out, or has fewer elements."""
+        """Of these weights or modules, in `dtype`; what cannot be read is left out, or has another number of
+        elements."""
 
 
 class Witness:
@@ -98,7 +99,7 @@ class Witness:
         compared = 0
         for key, (total, elements) in expected.items():
             there, count = found.get(key, (0, -1))
-            if count < elements:
+            if count != elements:
                 continue
             compared += len(self._names[key])
             if (there - total) % (1 << 64):
@@ -116,6 +117,18 @@ def module_of(name: str) -> str:
     """Of a weight's Hugging Face name: the layer's part that it is in, or the module outside of layers."""
     layer = _LAYER.match(name)
     return layer[0] if layer is not None else name.rpartition(".")[0]
+
+
+def by_module(found: Mapping[str, Sequence[int | str]], keys: list[str], dtype: torch.dtype) -> dict[str, SumOf]:
+    """The sums of modules, of [sum, number of elements, type] of an engine's parameters in pieces of its own. One in
+    another type than `dtype` makes its module unreadable."""
+    totals: dict[str, SumOf] = {}
+    for name, (total, elements, kind) in found.items():
+        key = module_of(name)
+        before, count = totals.get(key, (0, 0))
+        unreadable = count < 0 or kind != str(dtype).removeprefix("torch.")
+        totals[key] = (0, -1) if unreadable else (before + int(total), count + int(elements))
+    return {key: totals[key] for key in keys if key in totals}
 
 
 def _not_told_apart(by: SumsBy) -> str:

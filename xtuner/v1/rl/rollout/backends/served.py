@@ -213,7 +213,12 @@ class ServedEngine(ABC):
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
         await self._ensure_alive()
         await self.outlive(self._end_abandoned)
-        await self.carrier.bring(self._verified(buckets), version)
+        try:
+            await self.carrier.bring(self._verified(buckets), version)
+        except (WeightUpdateError, ServerError):
+            if self.server.alive and not await self._works():
+                await self.server.end()  # the next update starts another one
+            raise
         self.version = version
         for what in ("update", "loss"):
             self._obstacle.pop(what, None)
@@ -229,6 +234,11 @@ class ServedEngine(ABC):
             inventory.take(bucket)
             yield bucket
         inventory.check()
+
+    async def serves(self) -> bool:
+        """Whether it computes with the weights that it was given, and not with none. A dead server is brought back."""
+        await self._ensure_alive()
+        return not self._obstacle
 
     async def reset_prefix_cache(self) -> None:
         if not self._obstacle:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xtuner.v1.data_proto import FinishReason, SampleParams
+from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 
 from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .carriers import Carrier, carrier_for
@@ -32,6 +33,7 @@ class SGLangEngine(ServedEngine):
 
     name = "sglang"
     own_path = "/model_info"
+    sums_by: SumsBy = "module"
 
     def command(self, port: int) -> list[str]:
         c = self.config
@@ -149,6 +151,21 @@ class SGLangEngine(ServedEngine):
                 raise
             return False
         return True
+
+    async def weight_sums(self, keys: list[str]) -> dict[str, SumOf]:
+        """See `ReadsWeights`."""
+        if not await self.serves():
+            return {}
+        try:
+            answer = await self.server.post("/weights_checker", {"action": "checksum"}, timeout=CALL_S)
+        except ServerRefused as refusal:
+            if refusal.status != 404:
+                raise
+            return {}  # older versions lack it
+        sums = answer["ranks"][0]["checksums"].items()
+        # Before the first update over a socket they are SGLang's own hashes.
+        found = {name: text.split() for name, text in sums if " " in text}
+        return by_module(found, keys, self.dtype)
 
     async def release(self, tags: set[MemoryTag]) -> None:
         await self.until_idle()  # the token of a health check may be on its way: it would not survive that

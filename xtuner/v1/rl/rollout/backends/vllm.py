@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from xtuner.v1.data_proto import FinishReason
+from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier, carrier_for
@@ -21,6 +22,7 @@ class VLLMEngine(ServedEngine):
     name = "vllm"
     own_path = "/v1/models"
     health_path = "/is_sleeping"  # /health does not ask the engine
+    sums_by: SumsBy = "module"
     _weights_wait = False
     """Whether they are in host memory."""
 
@@ -101,8 +103,16 @@ class VLLMEngine(ServedEngine):
         await self._on_workers("take_weights_from", address=address)
         await self.until_idle()
 
-    async def _on_workers(self, method: str, **kwargs: Any) -> None:
-        await self.server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
+    async def weight_sums(self, keys: list[str]) -> dict[str, SumOf]:
+        """See `ReadsWeights`."""
+        if not await self.serves():
+            return {}
+        answer = await self._on_workers("sum_weights")
+        (found,) = answer["results"]
+        return by_module(found, keys, self.dtype)
+
+    async def _on_workers(self, method: str, **kwargs: Any) -> Any:
+        return await self.server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
 
     async def release(self, tags: set[MemoryTag]) -> None:
         """It cannot give back the cache alone: weights that shall stay wait in host memory."""

@@ -50,6 +50,13 @@ class TakeWeights:
         worker: Any = self
         take_update(address, worker.device, self._load)
 
+    def sum_weights(self) -> dict[str, Any]:
+        """See `xtuner_sums.describe`. A layer that keeps only a packed copy, as on a CPU, has no elements here."""
+        from xtuner_sums import describe
+
+        worker: Any = self
+        return describe(worker.model_runner.get_model().named_parameters())
+
     def _load(self, update: "Update") -> None:
         worker: Any = self
         model = worker.model_runner.get_model()
