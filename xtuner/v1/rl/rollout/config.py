@@ -146,7 +146,7 @@ class RolloutConfig(XTunerConfig):
     router_n_groups: int | None = None
     """Router groups of a MoE model."""
     fp32_lm_head: bool = False
-    """Head in float32."""
+    """Head in float32. LMDeploy only: otherwise it rounds its log-probs to bfloat16."""
     deterministic: bool = False
     """Exact mode (native engine): the log-prob of a token has the same bits in any batch. The trainer's own
     `deterministic` turns it on, and makes the trainer's log-probs the same."""
