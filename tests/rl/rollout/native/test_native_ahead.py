@@ -126,3 +126,20 @@ def test_the_device_is_waited_for_before_memory_or_weights_change(model_path):
 
     asyncio.run(main())
     assert runner.calls_ahead > 0
+
+
+def test_logits_that_are_not_finite_end_all_with_the_reason(model_path):
+    _, ahead, runner = engines(model_path)
+
+    async def main() -> list:
+        requests = [request(i, prompt(i), max_tokens=200, min_tokens=200) for i in range(5)]
+        tasks = [asyncio.ensure_future(ahead.generate(r)) for r in requests]
+        while not runner.calls_ahead:
+            await asyncio.sleep(0)
+        ahead._model.norm.weight.fill_(float("nan"))
+        return await asyncio.gather(*tasks)
+
+    outputs = asyncio.run(main())
+    assert {o.finish_reason for o in outputs} == {"error"} and all("not finite" in o.error for o in outputs)
+    assert not ahead._drawings and not asyncio.run(ahead.health())
+    check_empty(ahead)

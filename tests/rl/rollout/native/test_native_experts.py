@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from native_models import EOS, VOCAB, prompt, request, run, started, write_model
+from native_models import EOS, VOCAB, AheadRunner, prompt, request, run, started, write_model
 
 from xtuner.v1.data_proto import SegmentLayout
 from xtuner.v1.model.hf import export_hf_tensors, save_hf_model
@@ -65,6 +65,17 @@ def check(model, prompts, outputs) -> None:
         expected = chosen_by(model, ids + out.token_ids[:-1])
         assert out.routed_experts.dtype == np.int16 and out.routed_experts.shape == expected.shape
         assert np.array_equal(np.sort(out.routed_experts), np.sort(expected))
+
+
+def test_sequences_that_end_under_steps_in_flight_keep_theirs(qwen) -> None:
+    model, path = qwen
+    engine = started(path, return_routed_experts=True)
+    runner = AheadRunner.put_into(engine)
+    prompts = [prompt(i, 1 + 9 * i) for i in range(8)]
+    stops = list(range(10, VOCAB, 4))
+    outputs = run(engine, *[request(i, p, max_tokens=90, stop_token_ids=stops) for i, p in enumerate(prompts)])
+    assert runner.calls_ahead > 0 and {out.finish_reason for out in outputs} == {"stop"}
+    check(model, prompts, outputs)
 
 
 def test_they_are_the_models_own_choice(model_and_path) -> None:
