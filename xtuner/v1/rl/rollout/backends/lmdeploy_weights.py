@@ -16,10 +16,12 @@ from xtuner.v1.rl.weight_update import WeightUpdateError
 from xtuner.v1.rl.weight_update.flat import Place, lay_out, pack
 
 from .carriers import Carrier
-from .server import EngineServer, ServerDied, ServerRefused
+from .server import EngineServer, ServerError, ServerRefused
 
-_CALL_S = 300.0
+_SILENCE_S = 120.0
+"""That a server may load a bucket."""
 _LOG_S = 0.5
+"""From a refusal to its reason in the log."""
 
 
 class TakesBuckets(Protocol):
@@ -106,9 +108,9 @@ class BucketCarrier(Carrier):
                 window.wait()
             await self._post({"metadata": []}, finished=True)
             await self._engine.has_weights()
-        except (ServerDied, ServerRefused) as error:
+        except ServerError as error:
             why = str(error)
-            if isinstance(error, ServerRefused):  # the answer does not say why, its log will
+            if isinstance(error, ServerRefused):  # the answer does not say why
                 await asyncio.sleep(_LOG_S)
                 why = f"{why} {self._engine.server.last_lines()}"
             raise WeightUpdateError(f"version {version} of the weights did not reach the engine: {why}") from error
@@ -118,7 +120,7 @@ class BucketCarrier(Carrier):
             "serialized_named_tensors": base64.b64encode(ForkingPickler.dumps(message)).decode(),
             "load_format": "flattened_bucket", "finished": finished,
         }  # fmt: skip
-        await self._engine.server.post("/update_weights", body, timeout=_CALL_S)
+        await self._engine.server.post("/update_weights", body, timeout=_SILENCE_S)
 
     def can_repeat(self) -> bool:
         return not self._brought
