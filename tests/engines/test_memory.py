@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from xtuner.v1.rl.rollout.backends import carriers
 from xtuner.v1.rl.rollout.backends.served import ServedEngine
 from xtuner.v1.rl.rollout.backends.server import ServerDied
 from xtuner.v1.rl.weight_update import WeightUpdateError
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def engine(engines: Engines) -> ServedEngine:
-    return engines.start(skip_load_weights=True, weight_transport_type="ipc")
+    return engines.start(skip_load_weights=True, weight_transport_type="ipc", health_check_timeout_seconds=5.0)
 
 
 def assert_serves(engines: Engines, engine: ServedEngine, which: int, version: int) -> None:
@@ -65,16 +66,20 @@ def test_who_died_with_its_weights_is_out_of_service_until_it_gets_new_ones(engi
     assert_serves(engines, engine, 2, 21)
 
 
-def test_who_dies_in_an_update_takes_the_next_one(engines, engine):
-    parts = buckets(engines.models[1])
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_dies_or_hangs_in_an_update_takes_the_next_one(engines, engine, what, monkeypatch):
+    monkeypatch.setattr(carriers, "_SILENCE_S", 3.0)
+    monkeypatch.setattr(carriers, "_ANSWER_S", 1.0)
+    parts = buckets(engines.models[1], 6)
 
-    def killing():
+    def ending():
         yield parts[0]
         for pid in descendants(engine.server.pid) - {engine.server.pid}:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, what)
         yield from parts[1:]
 
-    with pytest.raises(WeightUpdateError, match=r"(?s)did not reach the engine.*Last lines of"):
-        engines.run(engine.update_weights(killing(), 30))
+    words = "Last lines of" if what == signal.SIGKILL else "nothing came for 3 s"
+    with pytest.raises(WeightUpdateError, match=rf"(?s)did not reach the engine.*{words}"):
+        engines.run(engine.update_weights(ending(), 30))
     engines.run(engine.update_weights(buckets(engines.models[0]), 31))
     assert_serves(engines, engine, 0, 31)

@@ -17,6 +17,10 @@ from xtuner.v1.rl.weight_update import Line, WeightUpdateError, send_weights, wr
 from .server import ServerDied
 
 _COMPANIONS = ("config.json", "generation_config.json")
+_SILENCE_S = 120.0
+"""That a server may load a bucket."""
+_ANSWER_S = 10.0
+"""For the answer of a server that knows that the update broke off."""
 
 
 class Carrier(ABC):
@@ -111,14 +115,15 @@ class MemoryCarrier(Carrier):
             listener.listen(1)
             answer = asyncio.ensure_future(self._engine.take(str(address), version))
             connection = await _accept(listener, answer)
-        with closing(Line(connection)) as line:
+        with closing(Line(connection, _SILENCE_S)) as line:
             try:
                 send_weights(buckets, line, version, self._memory, device)
             except BaseException as error:
-                line.close()
-                (outcome,) = await asyncio.gather(answer, return_exceptions=True)
-                if isinstance(outcome, ServerDied):
-                    raise WeightUpdateError(f"{error} {outcome}") from error
+                await asyncio.wait({answer}, timeout=_ANSWER_S)
+                answer.cancel()
+                answer.add_done_callback(lambda a: a.cancelled() or a.exception())  # nobody waits for it any more
+                if answer.done() and isinstance(death := answer.exception(), ServerDied):
+                    raise WeightUpdateError(f"{error} {death}") from error
                 raise
         await answer
 
