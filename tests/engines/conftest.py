@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from xtuner.v1.rl.rollout.backends.served import ServedEngine
+
 from .build_env import environment
 from .helpers import Engines, write_model
 
@@ -46,10 +48,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_model(folder / f"model-{seed}", seed) for seed in range(3)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engines(engine_name: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Starts engines, on one event loop, and stops them."""
     with asyncio.Runner() as runner:
         started = Engines(engine_name, models, tmp_path_factory.mktemp("logs"), runner)
         yield started
         started.close()
+
+
+@pytest.fixture(scope="session")
+def engine(engines: Engines) -> ServedEngine:
+    """Started without weights, as the trainer starts it; for test_engine.py, and then test_kill.py."""
+    return engines.start(skip_load_weights=True)

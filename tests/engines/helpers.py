@@ -136,6 +136,18 @@ class Engines:
         self.run(self.stopped())
 
 
+def update(engines: Engines, engine: ServedEngine, which: int, version: int) -> Path:
+    engines.run(engine.update_weights(buckets(engines.models[which]), version))
+    return engines.models[which]
+
+
+def many_long_requests(engine: ServedEngine) -> "list[asyncio.Future[GenerateOutput]]":
+    """Seconds of work."""
+    length = CONTEXT - 20
+    requests = [request(i, max_tokens=length, min_tokens=length) for i in range(10 * SLOTS)]
+    return [asyncio.ensure_future(engine.generate(r)) for r in requests]
+
+
 def descendants(pid: int) -> set[int]:
     """Of a process, itself included."""
     found = {pid}

@@ -1,55 +1,28 @@
-"""One engine of each kind through its life: generate, update, abort, sleep, die, come back, stop."""
+"""One engine of each kind at work: generate, update, abort, sleep."""
 
 import asyncio
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from xtuner.v1.rl.rollout.backends.served import ServedEngine
-from xtuner.v1.rl.rollout.backends.server import ServerDied, ServerError
+from xtuner.v1.rl.rollout.backends.server import ServerDied
 from xtuner.v1.rl.weight_update import WeightUpdateError
 
 from .helpers import (
     CONTEXT,
     SLOTS,
-    Engines,
     buckets,
-    descendants,
     greedy,
     logits,
     logprobs_of,
+    many_long_requests,
     prompt,
     request,
-    running,
-    shared_memory,
+    update,
 )
 
-pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def engine(engines: Engines) -> ServedEngine:
-    """Started without weights, as the trainer starts it."""
-    return engines.start(skip_load_weights=True)
-
-
-def update(engines: Engines, engine: ServedEngine, which: int, version: int) -> Path:
-    engines.run(engine.update_weights(buckets(engines.models[which]), version))
-    return engines.models[which]
-
-
-def many_long_requests(engine: ServedEngine) -> list[asyncio.Future]:
-    """Seconds of work."""
-    length = CONTEXT - 20
-    requests = [request(i, max_tokens=length, min_tokens=length) for i in range(10 * SLOTS)]
-    return [asyncio.ensure_future(engine.generate(r)) for r in requests]
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 def test_it_refuses_before_its_first_weights(engines, engine):
@@ -222,106 +195,6 @@ def test_nobody_without_the_key_is_served(engines, engine):
         for pid in [engine.server._process.pid]  # noqa: SLF001
     ]
     assert engine.server.key not in command and engine.server.key not in engine.server.log_file.read_text()
-
-
-@pytest.mark.parametrize("who", ["server", "all"])
-def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines, engine, who):
-    if engines.name == "lmdeploy":
-        pytest.skip("its weights are nowhere else: test_memory.py")
-    folder = update(engines, engine, 1, 20)
-    supervisor, before = engine.server.pid, descendants(engine.server.pid)
-
-    async def kill_in_generation():
-        tasks = many_long_requests(engine)
-        await asyncio.sleep(0.3)
-        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-        for pid in children if who == "server" else before - {supervisor}:
-            os.kill(int(pid), signal.SIGKILL)
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    errors = [result for result in engines.run(kill_in_generation()) if isinstance(result, Exception)]
-    assert errors and all(isinstance(error, ServerError) for error in errors)
-    assert any(isinstance(error, ServerDied) and "Last lines of" in str(error) for error in errors)
-    assert engines.run(engine.health())  # it is on its way back, requests wait
-
-    async def abort_while_waiting():
-        task = asyncio.ensure_future(engine.generate(request()))
-        await asyncio.sleep(0.1)
-        await engine.abort()
-        return await asyncio.wait_for(task, 1)
-
-    assert engines.run(abort_while_waiting()).finish_reason == "abort"
-    (output,) = engines.generate(engine, request(0, temperature=0))
-    assert output.token_ids == greedy(folder, prompt(0), 12) and set(output.weight_versions) == {20}
-    assert running(before) == set()
-
-
-@pytest.mark.parametrize("when", ["asleep", "before an update"])
-def test_killed_between_requests_it_comes_back_with_the_next_weights(engines, engine, when):
-    if engines.name == "lmdeploy" and when == "before an update":
-        pytest.skip("an update that finds it dead is lost: test_memory.py")
-    update(engines, engine, 1, 30)
-    if when == "asleep":
-        engines.run(engine.sleep())
-    for pid in descendants(engine.server.pid) - {engine.server.pid}:
-        os.kill(pid, signal.SIGKILL)
-    if when == "asleep":
-        assert engines.run(engine.health())
-        engines.run(engine.wake())
-    folder = update(engines, engine, 2, 31)
-    (output,) = engines.generate(engine, request(0, temperature=0))
-    assert output.token_ids == greedy(folder, prompt(0), 12) and set(output.weight_versions) == {31}
-
-
-def test_one_that_dies_again_and_again_is_given_up_with_its_last_lines(engines):
-    """The model's folder is gone: it cannot start again."""
-    broken = engines.models[0].parent / "broken"
-    shutil.copytree(engines.models[0], broken)
-    engine = engines.start(model_path=broken)
-    shutil.rmtree(broken)
-    for pid in descendants(engine.server.pid) - {engine.server.pid}:
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ServerDied):
-        engines.generate(engine, request())
-    (output,) = engines.generate(engine, request())
-    assert "it died and could not be brought back" in (output.error or "") and "Last lines of" in (output.error or "")
-    assert not engines.run(engine.health())
-    engines.run(engine.stop())
-
-
-def test_stop_leaves_nothing(engines, engine):
-    pids, home = descendants(engine.server.pid), engine.server.home
-    shared = shared_memory(pids)
-    assert len(pids) > 2 and home.is_dir() and shared
-    engines.run(engine.stop())
-    assert running(pids) == set() and not home.exists()
-    assert not [path for path in shared if Path(path).exists()]
-    (output,) = engines.generate(engine, request())
-    assert "the engine was stopped" in (output.error or "")
-
-
-def test_a_driver_that_is_killed_leaves_nothing(engines, tmp_path):
-    """Nobody tells the server."""
-    program = f"""
-import asyncio, sys
-from pathlib import Path
-from tests.engines.helpers import Engines
-with asyncio.Runner() as runner:
-    engines = Engines({engines.name!r}, [Path({str(engines.models[0])!r})], Path({str(tmp_path)!r}), runner)
-    engine = engines.start()
-    print(engine.server.pid, engine.server.home, flush=True)
-    sys.stdin.read()
-"""
-    driver = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    supervisor, home = driver.stdout.readline().split()
-    pids = descendants(int(supervisor))
-    assert len(pids) > 2 and Path(home).is_dir()
-    driver.kill()
-    driver.wait()
-    deadline = time.monotonic() + 20
-    while (running(pids) or Path(home).exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert running(pids) == set() and not Path(home).exists()
 
 
 def test_a_server_that_does_not_start_says_why(engines):
