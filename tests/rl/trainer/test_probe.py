@@ -1,0 +1,60 @@
+"""Answers of several engines to the canary's prompt."""
+
+import math
+
+import pytest
+
+from tests.rl.trainer.test_worker import make_worker
+from xtuner.v1.rl.rollout.backends.base import GenerateOutput
+from xtuner.v1.rl.trainer.probe import make_probe, probe_request
+from xtuner.v1.rl.trainer.worker import _by_rollout
+from xtuner.v1.rl.weight_update import StaleWeightsError
+
+REQUEST = probe_request(384, 64)
+SIZES = {"hidden_size": 32, "pad_multiple": 1}
+
+
+def output(tokens, logprobs, version=4) -> GenerateOutput:
+    return GenerateOutput(-1, tokens, logprobs, [version] * len(tokens), "length")
+
+
+def test_the_prompt_is_the_same_every_time_and_fits():
+    assert REQUEST == probe_request(384, 64) and len(REQUEST.prompt_ids) == 48 and REQUEST.params.max_tokens == 16
+    assert len(probe_request(151936, 40960).prompt_ids) == 144 and probe_request(384, 7) is None
+    assert max(probe_request(384, 4096).prompt_ids) < 384
+
+
+@pytest.fixture(scope="module")
+def worker(model):
+    made = make_worker(model)
+    yield made
+    made.stop()
+
+
+def test_the_engine_that_is_behind_is_named_and_not_the_others(worker):
+    answers = {"rollout_0": [7, 8, 9], "rollout_1": [7, 8, 11, 12], "rollout_2": [7, 8, 9], "rollout_3": [5]}
+    outputs = {name: output(tokens, [0.0] * len(tokens)) for name, tokens in answers.items()}
+    probe = make_probe(outputs, REQUEST, version=4, limit=1e-4, **SIZES)
+    truth: dict[int, list[float]] = {}
+    for pack in probe.packs:
+        _by_rollout(pack, worker.engine.logprobs(pack), truth)
+    assert [list(engines) for engines in probe.answers] == [["rollout_0", "rollout_2"], ["rollout_1"], ["rollout_3"]]
+    for place, engines in enumerate(probe.answers):
+        for name in engines:
+            outputs[name].logprobs = list(truth[place])
+    healthy = make_probe(outputs, REQUEST, version=4, limit=1e-4, **SIZES)
+    assert worker._judge(healthy) == {"canary/logprob_gap": 0.0, "canary/engines": 4.0}
+    outputs["rollout_2"].logprobs = [value + 0.01 for value in truth[0]]
+    behind = make_probe(outputs, REQUEST, version=4, limit=1e-4, **SIZES)
+    with pytest.raises(StaleWeightsError, match="rollout_2 does not compute .* version 4 .* 0.01 from the trainer's"):
+        worker.fit([], 5, behind)
+    with pytest.raises(StaleWeightsError, match="rollout_2"):
+        make_probe(outputs | {"rollout_2": output([5], [math.nan])}, REQUEST, version=4, limit=9.0, **SIZES).judge(
+            {i: [0.0] * len(next(iter(engines.values()))) for i, engines in enumerate(healthy.answers)}
+        )
+
+
+def test_an_answer_of_another_version_is_refused():
+    with pytest.raises(StaleWeightsError, match=r"rollout_1 answers with weights of version \[3\], .* version 4"):
+        make_probe({"rollout_1": output([5], [-1.0], 3)}, REQUEST, version=4, limit=1.0, **SIZES)
+    assert make_probe({}, REQUEST, version=4, limit=1.0, **SIZES) is None
