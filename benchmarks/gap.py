@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from random_model import write_random_model
 from rollout import PACKAGES, STARTERS, Answer, Worker, make_prompts, parse_case
 from rows import Rows
@@ -64,6 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     args.cases = [args.case]
     case = parse_case(args.case)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     rows = Rows("gap", "cuda", args.out, *(PACKAGES[e] for e in args.engines))
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +91,7 @@ def main() -> None:
                     p99=float(values.quantile(0.99)), largest=float(values.max()), worst_sequence=worst,
                     tokens=values.numel(),
                 )  # fmt: skip
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
