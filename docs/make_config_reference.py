@@ -17,7 +17,7 @@ PAGE = Path(__file__).with_name("config.md")
 CLASSES = [
     ("xtuner.v1.train.rl_trainer", ["RLColocateTrainerConfig", "LoadCheckpointConfig", "TraceConfig"]),
     ("xtuner.v1.rl.utils", ["AcceleratorResourcesConfig", "CPUResourcesConfig"]),
-    ("xtuner.v1.rl.trainer", ["WorkerConfig"]),
+    ("xtuner.v1.rl.trainer", ["WorkerConfig", "WeightCanaryConfig", "RolloutGapConfig", "GapBounds"]),
     ("xtuner.v1.config", ["AdamWConfig", "MuonConfig", "LRConfig", "FSDPConfig", "LoRAConfig"]),
     ("xtuner.v1.model", ["MoEModelConfig", "RouterConfig", "BalancingLossConfig", "ZLossConfig"]),
     ("xtuner.v1.rl.loss", ["GRPOLossConfig", "RolloutImportanceSampling"]),
