@@ -42,7 +42,7 @@ class SlotState(DrawState):
         self.history = torch.zeros(MAX_STEPS, 2, slots, dtype=torch.int64, device=device)
         """Tokens of the steps of a call, and the bits of their log-probs."""
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
-        """Steps of the call so far."""
+        """Steps of the call so far; fewer than MAX_STEPS when one begins."""
         self.top = torch.zeros(2, slots, MAX_ALTERNATIVES, dtype=torch.int32, device=device)
         """The most likely tokens of the last step if its rows were shaped, and the bits of their log-probs."""
 
@@ -215,7 +215,9 @@ class PagedRunner:
     def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
         state, device = self._state, self.cache.device
         saved = state.lengths.clone(), state.tokens.clone()
-        state.lengths.zero_()  # the run before the capture, which compiles kernels, touches nobody's pages
+        # The run before the capture, which compiles kernels, touches nobody's pages, and is the first of a call.
+        state.lengths.zero_()
+        state.step.zero_()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
