@@ -36,13 +36,17 @@ def prompt_ids(folder: Path, row: dict[str, Any]) -> list[int]:
     return tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
 
 
-def test_a_run_whose_engine_dies_twice_trains_on_and_generates_with_every_step_s_weights(engine_name, models, tmp_path):
-    """In step 2: after the first of 12 samples, and after the last, before it sleeps and gets new weights."""
+@pytest.mark.parametrize(("transport", "kills"), [("folder", (13, 24)), ("ipc", (13,))])
+def test_a_run_whose_engine_dies_trains_on_and_generates_with_every_step_s_weights(
+    engine_name, transport, kills, models, tmp_path
+):
+    """In step 2: after the first of 12 samples, and after the last, before it sleeps and gets new weights. What came
+    through memory it gets again from the trainer in the middle of the step."""
     if engine_name == "lmdeploy":
         pytest.skip("a run with it needs a GPU: tests/gpu/test_engines_cuda.py")
-    kills = (13, 24)
     cfg = config(
-        models[0], tmp_path, total_train_steps=STEPS, rollout={"backend": engine_name, "dist_port_base": 26000},
+        models[0], tmp_path, total_train_steps=STEPS,
+        rollout={"backend": engine_name, "dist_port_base": 26000, "weight_transport_type": transport},
         worker={"pack_max_length": 512}, task={"reward": KillsTheServer(*kills)}, hf_interval=1,
         **with_evaluation(models[0], tmp_path),
     )  # fmt: skip

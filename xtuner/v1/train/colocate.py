@@ -3,14 +3,16 @@
 import asyncio
 import gc
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xtuner.v1.model.hf import checkpoint_dtype
 from xtuner.v1.rl.agent_loop_manager import ProduceBatchResult
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.rl.rollout.controller import RolloutController
+from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
 from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
 from xtuner.v1.rl.trainer.probe import Probe
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
 
 logger = get_logger()
+T = TypeVar("T")
 
 
 class RLColocateTrainer:
@@ -95,7 +98,7 @@ class RLColocateTrainer:
         timer.restart()
         last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
         with timer("produce_batch"):
-            batch, probe = await self._produce(step)
+            batch, probe = await self._with_engines(lambda: self._produce(step))
         with timer("verify_weights"):
             compared = await self._verify_weights()
         with timer("onload"):
@@ -128,6 +131,19 @@ class RLColocateTrainer:
         if metrics:
             self.finish_step(step, metrics)
         return metrics
+
+    async def _with_engines(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do this, which generates; if no engine is left, once more after all have got their weights again: servers
+        that died may have lost them."""
+        assert self.rollout is not None
+        try:
+            return await work()
+        except NoWorkerLeftError as error:
+            logger.error(f"{error}\nThe engines get the weights of version {self.model_step} again.")
+            await self._to_training(keep_weights=False)
+            await self._to_rollout(self.model_step)
+            await self.rollout.health()
+            return await work()
 
     async def _produce(self, step: int) -> tuple[ProduceBatchResult, Probe | None]:
         """The batch of a step; beside it the engines answer the canary, if they have new weights."""
@@ -222,7 +238,7 @@ class RLColocateTrainer:
         return room
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        result = await self.evaluator.evaluate(step, self.model_step)
+        result = await self._with_engines(lambda: self.evaluator.evaluate(step, self.model_step))
         groups = [[state] for state in result.states]
         write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups)
         return {f"eval/{k}": v for k, v in result.metrics.items()}

@@ -62,7 +62,7 @@ class RolloutController:
         was generated so far when generation is paused; a later call starts from the prompt again.
 
         Raises:
-            RuntimeError: no worker is left that could serve.
+            NoWorkerLeftError: none that could serve.
         """
         try:
             request = self._request(state)

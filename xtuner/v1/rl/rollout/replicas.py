@@ -62,6 +62,10 @@ class Replica:
     in_flight: set[InFlight] = field(default_factory=set)
 
 
+class NoWorkerLeftError(RuntimeError):
+    """All workers are out of service."""
+
+
 class ReplicaPool:
     """Chooses a worker for a request and leaves out those that cannot serve."""
 
@@ -92,11 +96,11 @@ class ReplicaPool:
         `avoid` (the one that just failed) is taken only when there is no other.
 
         Raises:
-            RuntimeError: no worker is left.
+            NoWorkerLeftError
         """
         active = self.in_service()
         if not active:
-            raise RuntimeError(
+            raise NoWorkerLeftError(
                 f"all {len(self.replicas)} rollout workers are out of service; last error: {self.last_error}"
             )
         kept = self._sessions.get(session_id) if session_id is not None else None
