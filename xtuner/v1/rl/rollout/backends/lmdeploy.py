@@ -58,6 +58,7 @@ class LMDeployEngine(ServedEngine):
             "LMDEPLOY_DIST_MASTER_ADDR": "127.0.0.1", "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(_OBJECT_STORE_BYTES),
+            "RAY_memory_monitor_refresh_ms": "0",  # it would end the engine where the trainer fills the host's memory
         }  # fmt: skip
 
     def device_bytes(self) -> int:
