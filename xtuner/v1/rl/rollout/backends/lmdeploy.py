@@ -155,8 +155,8 @@ class LMDeployEngine(ServedEngine):
         return BucketCarrier(self)
 
     async def ready_for_weights(self) -> None:
-        """An update while it is awake could leave its graphs with the weights that they were captured with. And one that
-        was started without weights wakes up only if it was put to sleep."""
+        """Its graphs could go on with the weights that they were captured with, if it was awake; and a server that was
+        started without weights wakes up only if it was put to sleep."""
         if "kv_cache" not in self._asleep:
             await self.release({"weights", "kv_cache"})
             self._asleep.add("kv_cache")
