@@ -2,12 +2,14 @@
 
     python benchmarks/rollout_cpu.py [--threads 2] [--rounds 5] [--tokens 22] [--out results.jsonl]
     python benchmarks/rollout_cpu.py --model smollm2-135m --batch 32 --group 8 --prompt 128 --tokens 64 --rounds 2
+    python benchmarks/rollout_cpu.py --model smollm2-135m --rivals transformers vllm --types float32 bfloat16
 
 Without --model it makes a random-weight Qwen3 of 443,136 parameters. With --model, a folder or a shape of
-`random_model`, float32 and bfloat16 of both run, and a ratio is against the faster type of `transformers`. All are
-timed in turn, so that whatever else the machine does falls on all; a ratio is the median of the ratios of each turn.
-On a busy machine look at the processor time, with --threads 1: threads that wait for each other make wall time say
-little. Prints JSON rows.
+`random_model`, all types of the engine and of its rivals run, and a ratio is against the fastest type of a rival. All
+are timed in turn, so that whatever else the machine does falls on all; a ratio is the median of the ratios of each
+turn. Every turn begins without anything in the engines' caches. vLLM runs in an environment of its own, see
+tests/engines/build_env.py, which is built if it is not there. On a busy machine look at the processor time, with
+--threads 1: threads that wait for each other make wall time say little. Prints JSON rows.
 """
 
 import argparse
@@ -15,14 +17,17 @@ import asyncio
 import ctypes
 import datetime
 import json
+import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -91,6 +96,7 @@ class Native:
         ]
 
         async def main() -> int:
+            await self.engine.reset_prefix_cache()
             outputs = await asyncio.gather(*(self.engine.generate(r) for r in requests))
             if errors := [o.error for o in outputs if o.error]:
                 raise RuntimeError(errors[0])
@@ -117,11 +123,53 @@ class Transformers:
         return out[:, self.ids.shape[1] :].numel()
 
 
+class VLLM:
+    """The same prompts by vLLM's CPU build, in a process of its own, with log-probs."""
+
+    def __init__(self, path: Path, prompts: list[list[int]], group: int, tokens: int, dtype: str, threads: int) -> None:
+        asked = {
+            "model": str(path), "dtype": dtype, "tokens": tokens, "threads": threads,
+            "prompts": [ids for ids in prompts for _ in range(group)], "prefixes": group > 1,
+        }  # fmt: skip
+        repository = Path(__file__).resolve().parent.parent
+        build = [sys.executable, str(repository / "tests/engines/build_env.py"), "vllm"]
+        python = Path(subprocess.run(build, check=True, capture_output=True, text=True).stdout.strip())
+        # As vLLM recommends: Intel's OpenMP runtime, which came with it.
+        preloaded = {"LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so")}
+        self._process = subprocess.Popen(
+            [python, str(repository / "benchmarks/rollout_cpu_vllm.py"), json.dumps(asked)], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | preloaded,
+        )  # fmt: skip
+        self.versions = self._read()
+        self.processor_seconds = 0.0
+
+    def __call__(self) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        row = self._read()
+        self.processor_seconds += row["processor_seconds"]
+        return row["tokens"]
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}; what it said is above.")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        self._process.communicate()
+
+
 def timed(run: Callable[[], int]) -> tuple[float, float]:
     """Tokens per second of wall time and of processor time."""
-    wall, processor = time.perf_counter(), time.process_time()
+
+    def processor_seconds() -> float:
+        return run.processor_seconds if isinstance(run, VLLM) else time.process_time()
+
+    wall, processor = time.perf_counter(), processor_seconds()
     tokens = run()
-    return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - processor)
+    return tokens / (time.perf_counter() - wall), tokens / (processor_seconds() - processor)
 
 
 def measure(ours: Callable[[], int], theirs: Callable[[], int]) -> tuple[tuple[float, float], ...]:
@@ -135,7 +183,7 @@ def measure(ours: Callable[[], int], theirs: Callable[[], int]) -> tuple[tuple[f
 
 
 def measure_model(args: argparse.Namespace, folder: Path, emit: Callable[..., None]) -> None:
-    """Both types of both, in turn."""
+    """All types of all, in turn."""
     path = Path(args.model)
     if args.model in SHAPES:
         path = write_random_model(folder / "model", args.model)
@@ -144,22 +192,35 @@ def measure_model(args: argparse.Namespace, folder: Path, emit: Callable[..., No
     prompts = [[rng.randrange(3, config["vocab_size"]) for _ in range(args.prompt)] for _ in range(groups)]
     lengths = [args.tokens] * (groups * args.group)
     runs: dict[str, Callable[[], int]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    versions = {}
+    for name in args.types:
+        dtype = getattr(torch, name)
         runs[f"native, {name}"] = Native(path, prompts, args.group, lengths, dtype, whole=True)
-        runs[f"transformers, {name}"] = Transformers(path, prompts, args.group, args.tokens, dtype)
+        if "transformers" in args.rivals:
+            runs[f"transformers, {name}"] = Transformers(path, prompts, args.group, args.tokens, dtype)
+        if "vllm" in args.rivals:
+            runs[f"vllm, {name}"] = vllm = VLLM(path, prompts, args.group, args.tokens, name, args.threads)
+            versions = {"vllm": vllm.versions["vllm"]}
     keep_freed_memory()
     for run in runs.values():
         run()
+    if args.wait:
+        print("ready", file=sys.stderr, flush=True)
+        input()
     turns = [{case: timed(run) for case, run in runs.items()} for _ in range(args.rounds)]
+    for run in runs.values():
+        if isinstance(run, VLLM):
+            run.stop()
     shape = f"{args.model}, {groups}x{args.group} requests, prompt {args.prompt}, {args.tokens} tokens"
     for clock, unit in enumerate(("tokens/s", "tokens/processor s")):
         for case in runs:
-            emit(case, shape, "throughput, median", statistics.median(turn[case][clock] for turn in turns), unit)
+            median = statistics.median(turn[case][clock] for turn in turns)
+            emit(case, shape, "throughput, median", median, unit, versions)
         for case in (case for case in runs if case.startswith("native")):
-            others = [case for case in runs if case.startswith("transformers")]
-            ratios = [turn[case][clock] / max(turn[other][clock] for other in others) for turn in turns]
-            emit(f"{case} / transformers", shape, f"ratio of {unit}, median", statistics.median(ratios), "x")
+            for rival in args.rivals:
+                others = [case for case in runs if case.startswith(rival)]
+                ratios = [turn[case][clock] / max(turn[other][clock] for other in others) for turn in turns]
+                emit(f"{case} / {rival}", shape, f"ratio of {unit}, median", statistics.median(ratios), "x", versions)
 
 
 def main() -> None:
@@ -171,11 +232,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="requests at a time, with --model")
     parser.add_argument("--group", type=int, default=1, help="requests with one prompt, with --model")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt, with --model")
+    parser.add_argument("--rivals", nargs="+", default=["transformers"], choices=["transformers", "vllm"])
+    parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"], help="with --model; also float16")
+    parser.add_argument("--wait", action="store_true", help="for a line of input when all is ready, with --model")
     parser.add_argument("--out", type=Path, default=None, help="append the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rng = random.Random(0)
-    common = {
+    common: dict[str, Any] = {
         "bench": "rollout_cpu",
         "device": f"cpu, {args.threads} threads",
         "versions": {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": platform.python_version()},
@@ -183,8 +247,11 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
 
-    def emit(case: str, shape: str, metric: str, value: float, unit: str) -> None:
-        row = common | {"shape": shape, "case": case, "metric": metric, "value": round(value, 3), "unit": unit}
+    def emit(
+        case: str, shape: str, metric: str, value: float, unit: str, versions: dict[str, str] | None = None
+    ) -> None:
+        row = common | {"versions": common["versions"] | (versions or {})}
+        row |= {"shape": shape, "case": case, "metric": metric, "value": round(value, 3), "unit": unit}
         print(json.dumps(row), flush=True)
         if args.out is not None:
             with args.out.open("a") as file:

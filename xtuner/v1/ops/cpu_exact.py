@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xtuner.v1.data_proto.packed import SegmentLayout
 
-from .cpu import array, copied
+from .cpu import array, bits, copied
 from .cpu_attention import CpuAttention
 from .cpu_logprob import row_statistics as exact_row_statistics
 from .jit import kernel, part
@@ -103,22 +103,18 @@ _kept = WeakTensorKeyDictionary()
 
 
 def _packed(weight: Tensor) -> np.ndarray:
-    """[1, panels, K, PANEL], float32 or the bits of bfloat16.
+    """[1, panels, K, width].
 
     Kept in inference mode, where engines are: there weights change by copies, which torch counts. A trainer's are
     gathered anew for each forward, uncounted.
     """
     if not torch.is_inference_mode_enabled():
-        return _bits(pack(weight.detach()))
+        return bits(pack(weight.detach()))[None]
     content = weight._version, weight.data_ptr()
     if _kept.get(weight, (None, None))[0] != content:
-        _kept[weight] = content, _bits(pack(weight.detach()))
+        _kept[weight] = content, bits(pack(weight.detach()))[None]
     packed: np.ndarray = _kept[weight][1]
     return packed
-
-
-def _bits(packed: Tensor) -> np.ndarray:
-    return array(packed.view(torch.int16) if packed.dtype == torch.bfloat16 else packed)[None]
 
 
 @kernel

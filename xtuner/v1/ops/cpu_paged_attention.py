@@ -8,7 +8,7 @@ from .cpu import array
 from .cpu_attention import _LANES, _ROWS, _SET, _TILE, _multiply, _pack_columns, _softmax, _up
 from .cpu_rows import load_row, store_row
 from .jit import kernel, part
-from .simd import LANES, load_bfloat16, splat
+from .simd import LANES, splat
 from .threads import num_threads, run_blocks
 
 _ONE, _F32 = np.int64(1), np.float32
@@ -78,10 +78,7 @@ def _read(pages, tables, sequence, head, count, target):
         for t in range(min(size, count - first)):
             for d in range(0, dim, LANES):
                 at = page * step + (head * size + t) * dim
-                if pages.itemsize == 2:
-                    numbers = load_bfloat16(pages, at + d, dim - d)
-                else:
-                    numbers = load_row(pages, at, d, dim, splat(_F32(0)))
+                numbers = load_row(pages, at, d, dim, splat(_F32(0)))
                 store_row(target, (first + t) * target.shape[1], d, dim, numbers)
             for d in range(dim, target.shape[1]):
                 target[first + t, d] = _F32(0)

@@ -1,20 +1,14 @@
 """Attention of one row to what a cache holds, for Numba kernels: in the order of `cpu_attention`, hence its bits.
 
-Keys lie as [L / LANES, D, LANES], values as [L, D], float32 or int16 with the bits of bfloat16.
+Keys lie as [L / LANES, D, LANES], values as [L, D], as `simd` has numbers.
 """
 
 import numpy as np
 
-from .cpu_rows import round_row
 from .jit import part
-from .simd import LANES, exp_lanes, first, fma, larger, largest, load, load_bfloat16, load_one, prefetch, splat, store
+from .simd import LANES, exp_lanes, first, fma, larger, largest, load, load_one, prefetch, splat, store
 
-_ZERO, _ONE, _INFINITY, _LANES = np.float32(0), np.float32(1), np.float32(np.inf), np.int64(LANES)
-
-
-@part
-def _cached(array, at):
-    return load_bfloat16(array, at, _LANES) if array.itemsize == 2 else load(array, at)
+_ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
 @part
@@ -32,10 +26,10 @@ def score_row(query, q_at, keys, values, at, dim, whole, scores, out):
             prefetch(keys, key + 7 * step)
             prefetch(values, at + (p + d) * dim)
             prefetch(values, at + (p + d) * dim + dim // 2)
-            s0 = fma(q, _cached(keys, key), s0)
-            s1 = fma(q, _cached(keys, key + step), s1)
-            s2 = fma(q, _cached(keys, key + 2 * step), s2)
-            s3 = fma(q, _cached(keys, key + 3 * step), s3)
+            s0 = fma(q, load(keys, key), s0)
+            s1 = fma(q, load(keys, key + step), s1)
+            s2 = fma(q, load(keys, key + 2 * step), s2)
+            s3 = fma(q, load(keys, key + 3 * step), s3)
         store(scores, out + p, s0)
         store(scores, out + p + LANES, s1)
         store(scores, out + p + 2 * LANES, s2)
@@ -44,7 +38,7 @@ def score_row(query, q_at, keys, values, at, dim, whole, scores, out):
     while p < whole:
         s0 = splat(_ZERO)
         for d in range(dim):
-            s0 = fma(load_one(query, q_at + d), _cached(keys, at + p * dim + d * LANES), s0)
+            s0 = fma(load_one(query, q_at + d), load(keys, at + p * dim + d * LANES), s0)
         store(scores, out + p, s0)
         p += LANES
 
@@ -63,7 +57,7 @@ def weigh_row(scores, at, seen):
 
 
 @part
-def gather_row(weights, at, seen, values, v_at, dim, half, out, out_at):
+def gather_row(weights, at, seen, values, v_at, dim, out, out_at):
     """The weighted mean of values, heads of two vectors or more."""
     d, none = 0, splat(_ZERO)
     while d < dim:
@@ -75,16 +69,16 @@ def gather_row(weights, at, seen, values, v_at, dim, half, out, out_at):
                 sums = sums + weight
                 prefetch(values, value + 16 * dim)
                 prefetch(values, value + 16 * dim + 2 * LANES)
-                v0 = fma(weight, _cached(values, value), v0)
-                v1 = fma(weight, _cached(values, value + LANES), v1)
-                v2 = fma(weight, _cached(values, value + 2 * LANES), v2)
-                v3 = fma(weight, _cached(values, value + 3 * LANES), v3)
+                v0 = fma(weight, load(values, value), v0)
+                v1 = fma(weight, load(values, value + LANES), v1)
+                v2 = fma(weight, load(values, value + 2 * LANES), v2)
+                v3 = fma(weight, load(values, value + 3 * LANES), v3)
         else:
             for p in range(seen):
                 weight, value = load_one(weights, at + p), v_at + p * dim + d
                 sums = sums + weight
-                v0 = fma(weight, _cached(values, value), v0)
-                v1 = fma(weight, _cached(values, value + LANES), v1)
+                v0 = fma(weight, load(values, value), v0)
+                v1 = fma(weight, load(values, value + LANES), v1)
         share = splat(_ONE) / sums
         store(out, out_at + d, v0 * share)
         store(out, out_at + d + LANES, v1 * share)
@@ -92,5 +86,11 @@ def gather_row(weights, at, seen, values, v_at, dim, half, out, out_at):
             store(out, out_at + d + 2 * LANES, v2 * share)
             store(out, out_at + d + 3 * LANES, v3 * share)
         d += (4 if four else 2) * LANES
-    if half:
-        round_row(out, out_at, dim)
+
+
+@part
+def ask_for(array, at, begin, end):
+    """Let numbers [at + begin, at + end) come nearer."""
+    step = 64 // array.itemsize
+    for place in range(at + begin // step * step, at + end, step):
+        prefetch(array, place)

@@ -6,7 +6,21 @@ A row of `width` numbers begins at place `at` of a contiguous float32 array, wha
 import numpy as np
 
 from .jit import part
-from .simd import LANES, exp_lanes, fma, larger, largest, load, load_first, rounded, splat, store, store_first, total
+from .simd import (
+    LANES,
+    exp_lanes,
+    fma,
+    larger,
+    largest,
+    load,
+    load_first,
+    rounded,
+    splat,
+    store,
+    store_first,
+    store_pairs,
+    total,
+)
 
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 _LEAST = np.float32(1.7e-38)
@@ -33,6 +47,14 @@ def round_row(x, at, width):
     """To bfloat16 numbers."""
     for c in range(0, width, LANES):
         store_row(x, at, c, width, rounded(load_row(x, at, c, width, splat(_ZERO))))
+
+
+@part
+def pair_row(x, at, width):
+    """To float16 numbers, each twice in the place of one of float32: so a product gets a vector of them by one load. x
+    may be read as far as whole vectors go."""
+    for c in range(0, width, LANES):
+        store_pairs(x, at + c, load(x, at + c))
 
 
 @part

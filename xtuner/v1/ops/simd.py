@@ -19,12 +19,16 @@ from numba.extending import intrinsic, lower_builtin, register_model, type_calla
 
 from .jit import scalar
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+_FEATURES = llvm.get_host_cpu_features()
+LANES = 16 if _FEATURES.get("avx512f") else 8
 """float32 numbers in a vector."""
+MULTIPLIES_FLOAT16 = bool(_FEATURES.get("avx512fp16"))
+"""Whether there are vectors of twice as many float16 numbers, multiplied as fast."""
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _BITS, _SHORTS = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(ir.IntType(16), LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 class _VectorType(types.Type):
@@ -48,13 +52,34 @@ def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
 # ---------------------------------------------------------------- memory
 
 
+# Arrays are of float32, or of the bits of bfloat16 (int16) or float16 (uint16), which become float32 on the way. They
+# are contiguous, whatever their dimensions.
+
+
+def _halves(builder: ir.IRBuilder, shorts: Any, kind: types.Type) -> Any:
+    """float32 numbers from bits of shorter ones."""
+    if kind == types.int16:
+        return emit_widened(builder, shorts)
+    return builder.fpext(builder.bitcast(shorts, _HALVES), _VECTOR)
+
+
+def _shorts(builder: ir.IRBuilder, numbers: Any, kind: types.Type) -> Any:
+    """The way back: float16 is rounded, bfloat16 must be already."""
+    if kind == types.int16:
+        return builder.trunc(builder.lshr(builder.bitcast(numbers, _INTS), _constant(_INTS, 16)), _SHORTS)
+    return builder.bitcast(builder.fptrunc(numbers, _HALVES), _SHORTS)
+
+
 @intrinsic
 def load(typing_context: Any, array: Any, start: Any) -> Any:
-    """Numbers [start, start + LANES) of a contiguous float32 array, whatever its dimensions."""
+    """Numbers [start, start + LANES)."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, array, *values), _VECTOR.as_pointer())
-        return builder.load(place, align=4)
+        place = _place(context, builder, array, *values)
+        if array.dtype == types.float32:
+            return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
+        shorts = builder.load(builder.bitcast(place, _SHORTS.as_pointer()), align=2)
+        return _halves(builder, shorts, array.dtype)
 
     return vector(array, types.int64), generate
 
@@ -64,49 +89,23 @@ def load_first(typing_context: Any, array: Any, start: Any, count: Any, rest: An
     """Numbers [start, start + count), at most LANES, and those of `rest` behind them. Nothing else is read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, array, *values[:2]), _VECTOR.as_pointer())
-        kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), _INT, _BITS, _VECTOR])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0v{LANES}f32")
-        return builder.call(function, [place, _INT(4), emit_in_first(builder, values[2]), values[3]])
+        place, count, rest = _place(context, builder, array, *values[:2]), *values[2:]
+        if array.dtype == types.float32:
+            return emit_load_first(builder, place, count, rest)
+        shorts = emit_load_first(builder, place, count, ir.Constant(_SHORTS, None))
+        return _emit_first(builder, _halves(builder, shorts, array.dtype), count, rest)
 
     return vector(array, types.int64, types.int64, vector), generate
 
 
-@intrinsic
-def load_bfloat16(typing_context: Any, array: Any, start: Any, count: Any) -> Any:
-    """As `load_first` with zeros behind, of an int16 array with the bits of bfloat16 numbers."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, array, *values[:2]), _SHORTS.as_pointer())
-        kind = ir.FunctionType(_SHORTS, [_SHORTS.as_pointer(), _INT, _BITS, _SHORTS])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}i16.p0v{LANES}i16")
-        arguments = [place, _INT(2), emit_in_first(builder, values[2]), ir.Constant(_SHORTS, None)]
-        return emit_widened(builder, builder.call(function, arguments))
-
-    return vector(array, types.int64, types.int64), generate
-
-
-@intrinsic
-def bfloat16_bits(typing_context: Any, number: Any) -> Any:
-    """A bfloat16 number, given as float32, as int16."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return builder.trunc(builder.lshr(builder.bitcast(values[0], _INT), _INT(16)), ir.IntType(16))
-
-    return types.int16(types.float32), generate
-
-
-@intrinsic
-def store_bfloat16(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
-    """Write LANES bfloat16 numbers, given as float32, to an int16 array."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, array, *values[:2]), _SHORTS.as_pointer())
-        bits = builder.lshr(builder.bitcast(values[2], _INTS), _constant(_INTS, 16))
-        builder.store(builder.trunc(bits, _SHORTS), place, align=2)
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, vector), generate
+def emit_load_first(builder: ir.IRBuilder, place: Any, count: Any, rest: Any) -> Any:
+    """The first `count` numbers of a vector of floats or shorts, and those of `rest`, which is one, behind them."""
+    pointer, size, name = rest.type.as_pointer(), *((4, "f32") if rest.type == _VECTOR else (2, "i16"))
+    kind = ir.FunctionType(rest.type, [pointer, _INT, _BITS, rest.type])
+    function = cgutils.get_or_insert_function(
+        builder.module, kind, f"llvm.masked.load.v{LANES}{name}.p0v{LANES}{name}"
+    )
+    return builder.call(function, [builder.bitcast(place, pointer), _INT(size), emit_in_first(builder, count), rest])
 
 
 def emit_widened(builder: ir.IRBuilder, shorts: Any) -> Any:
@@ -116,7 +115,7 @@ def emit_widened(builder: ir.IRBuilder, shorts: Any) -> Any:
 
 @intrinsic
 def load_one(typing_context: Any, array: Any, place: Any) -> Any:
-    """Number `place` of a contiguous float32 array in every lane."""
+    """Number `place` of a float32 array in every lane."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return emit_splat(builder, builder.load(_place(context, builder, array, *values)))
@@ -129,11 +128,55 @@ def store(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
     """Write numbers [start, start + LANES)."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, array, *values[:2]), _VECTOR.as_pointer())
-        builder.store(values[2], place, align=4)
+        place, numbers = _place(context, builder, array, *values[:2]), values[2]
+        if array.dtype != types.float32:
+            numbers = _shorts(builder, numbers, array.dtype)
+        builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, vector), generate
+
+
+@intrinsic
+def store_apart(typing_context: Any, array: Any, start: Any, step: Any, value: Any) -> Any:
+    """Write LANES numbers, each `step` places behind the one before."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        place, numbers = _place(context, builder, array, *values[:2]), values[3]
+        if array.dtype != types.float32:
+            numbers = _shorts(builder, numbers, array.dtype)
+        for lane in range(LANES):
+            target = builder.gep(place, [builder.mul(values[2], ir.IntType(64)(lane))])
+            target = builder.bitcast(target, numbers.type.element.as_pointer())
+            builder.store(builder.extract_element(numbers, _INT(lane)), target)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, vector), generate
+
+
+@intrinsic
+def store_pairs(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
+    """Write float16 numbers to places [start, start + LANES) of a float32 array, each twice."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, array, *values[:2]), _INTS.as_pointer())
+        halves = builder.zext(_shorts(builder, values[2], types.uint16), _INTS)
+        builder.store(builder.or_(halves, builder.shl(halves, _constant(_INTS, 16))), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, vector), generate
+
+
+@intrinsic
+def is_float16(typing_context: Any, array: Any) -> Any:
+    """Whether an array is of the bits of float16 numbers; known when a kernel is compiled."""
+    return types.boolean(array), lambda *_: ir.Constant(ir.IntType(1), array.dtype == types.uint16)
+
+
+@intrinsic
+def is_bfloat16(typing_context: Any, array: Any) -> Any:
+    """Whether an array is of the bits of bfloat16 numbers; known when a kernel is compiled."""
+    return types.boolean(array), lambda *_: ir.Constant(ir.IntType(1), array.dtype == types.int16)
 
 
 @intrinsic

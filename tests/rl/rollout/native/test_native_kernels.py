@@ -110,6 +110,28 @@ def test_logits_are_those_of_the_whole_sequence(family):
         torch.testing.assert_close(_logits(runner, scheduler), expected, rtol=0, atol=2e-5 * scale)
 
 
+@pytest.mark.skipif(torch.float16 not in kernel_runner.kernel_types(), reason="no processor of float16")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float16_is_nearer_to_the_weights_than_bfloat16(family):
+    model, prompts, errors = _model(family, hidden_size=80), _prompts(3, 40, 17, 90), {}
+    expected = _trainers_logits(model, prompts)
+    for dtype in (torch.float16, torch.bfloat16):
+        short = model.config.build("cpu", dtype).requires_grad_(False)
+        short.load_state_dict(model.state_dict())
+        errors[dtype] = (_logits(*_runner(short, prompts, max_tokens=9)) - expected).square().mean().sqrt()
+    assert errors[torch.float16] < errors[torch.bfloat16] / 1.5 < expected.std() / 10
+
+
+@pytest.mark.skipif(torch.float16 not in kernel_runner.kernel_types(), reason="no processor of float16")
+def test_numbers_beyond_float16_are_an_error():
+    model = _model("qwen3").to(torch.float16)
+    for layer in model.layers:
+        layer.mlp.gate_up_proj.weight.mul_(300)
+    runner, scheduler = _runner(model, _prompts(5), max_tokens=9)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        runner.decode(scheduler, 1)
+
+
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.3}, {"temperature": 2.5}, {"temperature": 0}, {"min_tokens": 5},
                {"temperature": 0, "min_tokens": 5, "stop_token_ids": list(range(45))}]

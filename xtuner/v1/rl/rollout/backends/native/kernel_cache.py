@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.ops.cpu import bits, large_pages
 from xtuner.v1.ops.simd import LANES
 
 from . import kernels
@@ -33,8 +34,7 @@ class KernelCache(Cache):
 
     def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
         a, layers = model.config.attention, model.config.num_hidden_layers
-        # Bits of bfloat16 are int16 to NumPy.
-        self._dtype = torch.int16 if model.head_weight().dtype == torch.bfloat16 else torch.float32
+        self._dtype = model.head_weight().dtype
         numbers = 2 * layers * a.num_key_value_heads * a.head_dim
         super().__init__(numbers * self._dtype.itemsize, max_slots, max_length)
         self._model, self._shape = model, (layers, a.num_key_value_heads, a.head_dim)
@@ -213,7 +213,6 @@ class KernelCache(Cache):
         layers, heads, dim = self._shape
         angles = self._model.rotary(torch.arange(length))
         cos, sin = (t.reshape(length, dim // 2).numpy() for t in (angles.cos, angles.sin))
-        # From torch, whose memory begins where vectors should.
-        keys = torch.zeros(rows, layers, heads, length // LANES, dim, LANES, dtype=self._dtype)
-        values = torch.zeros(rows, layers, heads, length, dim, dtype=self._dtype)
-        return kernels.Cache(keys.numpy(), values.numpy(), cos, sin)
+        keys = large_pages((rows, layers, heads, length // LANES, dim, LANES), self._dtype)
+        values = large_pages((rows, layers, heads, length, dim), self._dtype)
+        return kernels.Cache(bits(keys), bits(values), cos, sin)

@@ -9,8 +9,9 @@ import torch
 
 from xtuner.v1.model.config import DenseModelConfig
 from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.ops.cpu import bits, large_pages
 from xtuner.v1.ops.jit_gemm import pack
-from xtuner.v1.ops.simd import LANES
+from xtuner.v1.ops.simd import LANES, MULTIPLIES_FLOAT16
 from xtuner.v1.ops.threads import num_threads
 from xtuner.v1.utils import get_logger
 
@@ -21,9 +22,9 @@ from .kernels import Dimensions, Rows, Weights
 from .runner import draw, refuse_not_finite
 from .scheduler import NOT_FINITE, Done, Scheduler
 
-_BLOCK = 64
+_BLOCK, _TEAM_BLOCK = 64, 192
 """Most rows that a thread, or a team of them, takes through the model at a time: as many as share one reading of the
-weights."""
+weights. Those of a team's larger models come from far."""
 _SHARES = 8
 """Pieces a thread that a team's work is cut into, so that a thread that lost time to others is not waited for."""
 _TEAM_PARAMETERS, _TEAM_ROWS = 30_000_000, 8
@@ -45,10 +46,15 @@ _KNOWN = {
 }  # fmt: skip
 """Fields of a model and its attention that the kernels act on. Any other must stand at its default."""
 
+def kernel_types() -> list[torch.dtype]:
+    """Types of weights that they multiply on this machine."""
+    return [torch.float32, torch.bfloat16, *([torch.float16] if MULTIPLIES_FLOAT16 else [])]
+
+
 def kernels_know(model: DecoderModel) -> bool:
     """Whether they compute all of a model."""
     config, a = model.config, model.config.attention
-    if type(config) is not DenseModelConfig or model.head_weight().dtype not in (torch.float32, torch.bfloat16):
+    if type(config) is not DenseModelConfig or model.head_weight().dtype not in kernel_types():
         return False
     unusual = {*config.model_dump(exclude_defaults=True), *a.model_dump(exclude_defaults=True)} - _KNOWN
     windows = any(config.window_of(layer) is not None for layer in range(config.num_hidden_layers))
@@ -155,7 +161,7 @@ class KernelRunner:
         threads, team = self._crews(len(rows))
         ends = np.zeros(len(rows), np.int64)
         logits = np.empty((len(rows) if elsewhere.any() else 0, self._dimensions.vocab), np.float32)
-        starts = _blocks(len(rows), threads)
+        starts = _blocks(len(rows), threads, _block(team))
         memory = self._rows(len(starts) - 1, team)
         kernels.decode(
             starts, steps, rows, scheduler.tokens(), scheduler.logprobs(), scheduler.stop_ids(), self.cache.place_of,
@@ -173,7 +179,8 @@ class KernelRunner:
         length, shares = self.cache.length, 1 if team == 1 else _SHARES * team
         memory = self._memory.get(shares)
         if memory is None or len(memory.slots) < blocks or memory.scores.shape[3] < length:
-            memory = Rows.allocate(blocks, _BLOCK, shares, self.model.config.hidden_size, length, self._dimensions)
+            hidden, size = self.model.config.hidden_size, _block(team)
+            memory = Rows.allocate(blocks, size, shares, hidden, length, self._dimensions)
             self._memory[shares] = memory
         return memory
 
@@ -183,9 +190,14 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate((np.zeros(1, np.int64), sizes.cumsum()))
 
 
-def _blocks(count: int, threads: int) -> np.ndarray:
-    """Where blocks of sequences begin: equally many for all threads, of whole tiles."""
-    tiles, blocks = -(-count // _TILE), -(-count // _BLOCK)
+def _block(team: int) -> int:
+    """Most rows of a block that so many threads share."""
+    return _BLOCK if team == 1 else _TEAM_BLOCK
+
+
+def _blocks(count: int, threads: int, most: int) -> np.ndarray:
+    """Where blocks of at most `most` sequences begin: equally many for all threads, of whole tiles."""
+    tiles, blocks = -(-count // _TILE), -(-count // most)
     blocks = min(tiles, round_up(blocks, threads))
     return np.minimum(np.arange(blocks + 1) * tiles // max(blocks, 1) * _TILE, count)
 
@@ -200,10 +212,10 @@ def read_weights(model: DecoderModel) -> Weights:
         return torch.stack(found or [torch.empty(0)] * len(parameters_of)).numpy()
 
     def matrices(name: str) -> np.ndarray:
-        return _bits(torch.stack([pack(parameters[name].detach()) for parameters in parameters_of]))
+        return _stacked([parameters[name] for parameters in parameters_of])
 
     return Weights(
-        embedding=_bits(model.embed_tokens.weight.detach()),
+        embedding=bits(model.embed_tokens.weight),
         norm=vectors("input_layernorm.weight"),
         qkv=matrices("self_attn.qkv_proj.weight"),
         qkv_bias=vectors("self_attn.qkv_proj.bias"),
@@ -217,11 +229,18 @@ def read_weights(model: DecoderModel) -> Weights:
         down=matrices("mlp.down_proj.weight"),
         down_bias=vectors("mlp.down_proj.bias"),
         last_norm=model.norm.weight.detach().float()[None].numpy(),
-        head=_bits(pack(model.head_weight().detach())[None]),
+        head=_stacked([model.head_weight()]),
         head_bias=np.empty((1, 0), np.float32),
     )
 
 
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """bfloat16 numbers as int16: NumPy has no such type."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def _stacked(matrices: list[torch.Tensor]) -> np.ndarray:
+    """Packed, [N, panels, K, width]."""
+    packed: torch.Tensor | None = None
+    for i, matrix in enumerate(matrices):
+        one = pack(matrix.detach())
+        if packed is None:
+            packed = large_pages((len(matrices), *one.shape), one.dtype)
+        packed[i] = one
+    assert packed is not None
+    return bits(packed)

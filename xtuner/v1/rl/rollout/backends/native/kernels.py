@@ -4,7 +4,8 @@ Every number of a sequence is computed in an order that depends on this sequence
 threads and the steps of a call change no bit. What is done to a row is in `ops.cpu_rows` and `ops.jit_gemm`, which the
 trainer's kernels are made of too.
 
-Weights are float32, or bfloat16, then called half: then every result that the trainer stores in a tensor is rounded.
+Weights are float32, bfloat16 or float16. With bfloat16 every result that the trainer stores in a tensor is rounded.
+With float16 only what a product is made of is, and the sums in it: the processor multiplies twice as many such numbers.
 """
 
 import math
@@ -13,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xtuner.v1.ops.cpu_row_attention import gather_row, score_row, weigh_row
+from xtuner.v1.ops.cpu_row_attention import ask_for, gather_row, score_row, weigh_row
 from xtuner.v1.ops.cpu_rows import (
     add_row,
     largest_of_row,
     load_row,
     logprob_of,
     norm_row,
+    pair_row,
     round_row,
     store_row,
     swiglu_row,
@@ -28,7 +30,7 @@ from xtuner.v1.ops.cpu_rows import (
 )  # fmt: skip
 from xtuner.v1.ops.jit import kernel, part, scalar
 from xtuner.v1.ops.jit_gemm import multiply_panel
-from xtuner.v1.ops.simd import LANES, bfloat16_bits, load, load_bfloat16, splat, store, store_bfloat16, total
+from xtuner.v1.ops.simd import LANES, is_bfloat16, is_float16, load, splat, store, store_apart, total
 from xtuner.v1.ops.threads import run_blocks
 
 from .sampler import uniform
@@ -37,6 +39,8 @@ from .scheduler import LENGTH, NOT_FINITE, RUNNING, STOP
 _uniform = scalar(uniform)
 # Constants of Numpy: for each one of Python, Numba would compile the function that gets it once more.
 _YES, _NO, _FIRST = np.bool_(True), np.bool_(False), np.int64(0)
+_ASKED = 256
+"""Tokens of a sequence whose keys and values are asked for before it is its turn: they fit into a core's own memory."""
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
@@ -55,7 +59,7 @@ class Dimensions(NamedTuple):
 
 class Weights(NamedTuple):
     """Of all N layers; matrices are packed, and biases and head norms that the model lacks have width 0. Embedding and
-    matrices are float32, or int16 with the bits of bfloat16."""
+    matrices are as `simd` has numbers."""
 
     embedding: np.ndarray
     """[V, H]"""
@@ -79,8 +83,8 @@ class Weights(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of R sequences with room for L tokens each, and the angles of L positions. With half weights keys
-    and values are int16, the bits of bfloat16."""
+    """Keys and values of R sequences with room for L tokens each, of the type of the weights, and the angles of L
+    positions."""
 
     keys: np.ndarray
     """[R, N, Hkv, L / LANES, D, LANES]: the scores of LANES tokens are one vector."""
@@ -105,6 +109,7 @@ class Rows(NamedTuple):
     qkv: np.ndarray
     attended: np.ndarray
     gate_up: np.ndarray
+    gated: np.ndarray
     logits: np.ndarray
     scores: np.ndarray
     """[S, group, L], of the S rows that are attended or drawn from at a time."""
@@ -119,11 +124,16 @@ class Rows(NamedTuple):
         def floats(*shape: int) -> np.ndarray:
             return torch.zeros(blocks, *shape).numpy()
 
+        def spread(width: int) -> int:
+            # An odd number of lines, so that the same columns of all rows find room in a core's nearest memory.
+            return (-(-width // 16) | 1) * 16
+
         numbers = (np.zeros((blocks, count), np.int64) for _ in range(4))
         return cls(
-            *numbers, floats(count, hidden), floats(count, hidden),
-            floats(count, (m.q_heads + 2 * m.kv_heads) * m.head_dim), floats(count, m.q_heads * m.head_dim),
-            floats(count, 2 * m.inner), floats(count, m.vocab), floats(shares, m.q_heads // m.kv_heads, length),
+            *numbers, floats(count, hidden), floats(count, spread(hidden)),
+            floats(count, (m.q_heads + 2 * m.kv_heads) * m.head_dim), floats(count, spread(m.q_heads * m.head_dim)),
+            floats(count, 2 * m.inner), floats(count, spread(m.inner)), floats(count, m.vocab),
+            floats(shares, m.q_heads // m.kv_heads, length),
             floats(shares, -(-m.vocab // LANES) + LANES),
         )  # fmt: skip
 
@@ -132,8 +142,8 @@ class Rows(NamedTuple):
 def _of_block(rows, block):
     return Rows(
         rows.slots[block], rows.places[block], rows.ids[block], rows.positions[block], rows.hidden[block],
-        rows.normed[block], rows.qkv[block], rows.attended[block], rows.gate_up[block], rows.logits[block],
-        rows.scores[block], rows.sums[block],
+        rows.normed[block], rows.qkv[block], rows.attended[block], rows.gate_up[block], rows.gated[block],
+        rows.logits[block], rows.scores[block], rows.sums[block],
     )  # fmt: skip
 
 
@@ -148,113 +158,128 @@ def _up(number, multiple):
 
 
 @part
+def _as_stored(x, at, width, w):
+    """A result that the trainer has in a tensor."""
+    if is_bfloat16(w.qkv):
+        round_row(x, at, width)
+
+
+@part
+def _as_factors(x, at, width, w):
+    """What a product is made of."""
+    if is_float16(w.qkv):
+        pair_row(x, at, width)
+    else:
+        _as_stored(x, at, width, w)
+
+
+@part
 def _embed(share, shares, count, w, r):
     width = r.hidden.shape[1]
     for i in range(share, count, shares):
         for c in range(0, width, LANES):
-            at = r.ids[i] * width + c
-            if w.embedding.itemsize == 2:
-                numbers = load_bfloat16(w.embedding, at, width - c)
-            else:
-                numbers = load_row(w.embedding, r.ids[i] * width, c, width, splat(_ZERO))
-            store_row(r.hidden, i * width, c, width, numbers)
+            store_row(r.hidden, i * width, c, width, load_row(w.embedding, r.ids[i] * width, c, width, splat(_ZERO)))
 
 
 @part
-def _norm(share, shares, count, weight, layer, eps, add, half, r):
+def _norm(share, shares, count, weight, layer, eps, add, w, r):
     """Behind what attention or MLP `add` to the hidden states."""
-    width = r.hidden.shape[1]
+    width, step = r.hidden.shape[1], r.normed.shape[1]
     for i in range(share, count, shares):
-        at = i * width
+        at, normed = i * width, i * step
         if add:
-            add_row(r.hidden, at, r.normed, at, width, r.hidden, at)
-            if half:
-                round_row(r.hidden, at, width)
-        norm_row(r.hidden, at, width, weight, layer * width, eps, r.normed, at)
-        if half:
-            round_row(r.normed, at, width)
+            add_row(r.hidden, at, r.normed, normed, width, r.hidden, at)
+            _as_stored(r.hidden, at, width, w)
+        norm_row(r.hidden, at, width, weight, layer * width, eps, r.normed, normed)
+        _as_factors(r.normed, normed, width, w)
 
 
 @part
-def _store(share, shares, count, layer, m, w, cache, half, r):
+def _store(share, shares, count, layer, m, w, cache, r):
     """Rotate queries, which then get the scale of attention, and keys; put keys and values into the cache."""
     _, layers, _, length, dim = cache.values.shape
     for i in range(share, count, shares):
         place, position = r.places[i], r.positions[i]
         at, angle = i * r.qkv.shape[1], position * (dim // 2)
-        panel, lane = position // LANES, position % LANES
         for head in range(m.q_heads):
             query = at + head * dim
             turn_head(
                 r.qkv, query, dim, w.q_norm, layer * dim, w.q_norm.size > 0, m.eps, cache.cos, cache.sin, angle,
                 r.qkv, query,
             )  # fmt: skip
-            if half:
-                round_row(r.qkv, query, dim)
+            _as_stored(r.qkv, query, dim, w)
             for d in range(0, dim, LANES):
                 store(r.qkv, query + d, load(r.qkv, query + d) * splat(m.scale))
         for head in range(m.kv_heads):
-            column = (m.q_heads + head) * dim
-            key, value = at + column, at + column + m.kv_heads * dim
+            key = at + (m.q_heads + head) * dim
+            value = key + m.kv_heads * dim
             turn_head(
                 r.qkv, key, dim, w.k_norm, layer * dim, w.k_norm.size > 0, m.eps, cache.cos, cache.sin, angle,
                 r.qkv, key,
             )  # fmt: skip
-            if half:
-                round_row(r.qkv, key, dim)
-            row = ((place * layers + layer) * m.kv_heads + head) * length + position
-            if half:
-                for d in range(dim):
-                    cache.keys[place, layer, head, panel, d, lane] = bfloat16_bits(r.qkv[i, column + d])
-                for d in range(0, dim, LANES):
-                    store_bfloat16(cache.values, row * dim + d, load(r.qkv, value + d))
-            else:
-                for d in range(dim):
-                    cache.keys[place, layer, head, panel, d, lane] = r.qkv[i, column + d]
-                for d in range(0, dim, LANES):
-                    store(cache.values, row * dim + d, load(r.qkv, value + d))
+            _as_stored(r.qkv, key, dim, w)
+            of_head = ((place * layers + layer) * m.kv_heads + head) * length * dim
+            panel = of_head + position // LANES * LANES * dim + position % LANES
+            for d in range(0, dim, LANES):
+                store_apart(cache.keys, panel + d * LANES, LANES, load(r.qkv, key + d))
+                store(cache.values, of_head + position * dim + d, load(r.qkv, value + d))
 
 
 @part
-def _attend(share, shares, count, layer, m, cache, half, r):
+def _attend(share, shares, count, layer, m, w, cache, r):
     """Every row to its sequence up to itself: scores are summed in the order of the head's numbers, weights and values
     in that of the keys."""
     _, layers, _, length, dim = cache.values.shape
-    group = m.q_heads // m.kv_heads
+    group, step = m.q_heads // m.kv_heads, r.attended.shape[1]
     for i in range(share, count, shares):
         seen = r.positions[i] + 1
         for head in range(m.q_heads):
             at = ((r.places[i] * layers + layer) * m.kv_heads + head // group) * length * dim
             scores = (share * group + head % group) * r.scores.shape[2]
-            query = i * r.qkv.shape[1] + head * dim
+            query, out = i * r.qkv.shape[1] + head * dim, i * step + head * dim
+            _ask_for_next(i, shares, count, head, group, layer, m, cache, r)
             score_row(r.qkv, query, cache.keys, cache.values, at, dim, _up(seen, LANES), r.scores, scores)
             weigh_row(r.scores, scores, seen)
-            gather_row(r.scores, scores, seen, cache.values, at, dim, half, r.attended, (i * m.q_heads + head) * dim)
+            gather_row(r.scores, scores, seen, cache.values, at, dim, r.attended, out)
+            _as_factors(r.attended, out, dim, w)
 
 
 @part
-def _store_and_attend(share, shares, count, layer, m, w, cache, half, r):
+def _ask_for_next(i, shares, count, head, group, layer, m, cache, r):
+    """A query head's share of the keys and values that come next: they have a long way, and begin elsewhere."""
+    _, layers, _, length, dim = cache.values.shape
+    following = head // group + 1
+    if following == m.kv_heads:
+        i, following = i + shares, 0
+    if i < count:
+        at = ((r.places[i] * layers + layer) * m.kv_heads + following) * length * dim
+        size = min(_up(r.positions[i] + 1, LANES), _ASKED) * dim
+        begin, end = size * (head % group) // group, size * (head % group + 1) // group
+        ask_for(cache.keys, at, begin, end)
+        ask_for(cache.values, at, begin, end)
+
+
+@part
+def _store_and_attend(share, shares, count, layer, m, w, cache, r):
     """Of rows that are all of other sequences."""
-    _store(share, shares, count, layer, m, w, cache, half, r)
-    _attend(share, shares, count, layer, m, cache, half, r)
+    _store(share, shares, count, layer, m, w, cache, r)
+    _attend(share, shares, count, layer, m, w, cache, r)
 
 
 @part
-def _swiglu(share, shares, count, inner, half, r):
-    """In the gate's place."""
+def _swiglu(share, shares, count, inner, w, r):
+    step = r.gated.shape[1]
     for i in range(share, count, shares):
-        at = 2 * i * inner
-        swiglu_row(r.gate_up, at, inner, r.gate_up, at)
-        if half:
-            round_row(r.gate_up, at, inner)
+        swiglu_row(r.gate_up, 2 * i * inner, inner, r.gated, i * step)
+        _as_factors(r.gated, i * step, inner, w)
 
 
 # ---------------------------------------------------------------- the model
 
 
 @part
-def _multiply(count, a, weight, layer, bias, out, half, threads):
-    run_blocks(multiply_panel, weight.shape[1], threads, (threads, count, a, weight, layer, bias, out, half))
+def _multiply(count, a, weight, layer, bias, out, rounds, threads):
+    run_blocks(multiply_panel, weight.shape[1], threads, (threads, count, a, weight, layer, bias, out, rounds))
 
 
 @part
@@ -270,31 +295,31 @@ def _forward(count, m, w, cache, r, fills_only, threads):
     fills_only: nobody wants the hidden states, so the last layer is done when its keys and values are stored. Else
     every row is of another sequence.
     """
-    half, layers = w.qkv.itemsize == 2, w.norm.shape[0]
+    rounds, layers = is_bfloat16(w.qkv), w.norm.shape[0]
     shares, some = r.scores.shape[0], _worth(count, threads, r)
     run_blocks(_embed, shares, some, (shares, count, w, r))
     for layer in range(layers):
-        run_blocks(_norm, shares, some, (shares, count, w.norm, layer, m.eps, layer > 0, half, r))
-        _multiply(count, r.normed, w.qkv, layer, w.qkv_bias, r.qkv, half, threads)
+        run_blocks(_norm, shares, some, (shares, count, w.norm, layer, m.eps, layer > 0, w, r))
+        _multiply(count, r.normed, w.qkv, layer, w.qkv_bias, r.qkv, rounds, threads)
         if fills_only:
-            run_blocks(_store, shares, threads, (shares, count, layer, m, w, cache, half, r))
+            run_blocks(_store, shares, threads, (shares, count, layer, m, w, cache, r))
             if layer == layers - 1:
                 return
-            run_blocks(_attend, shares, threads, (shares, count, layer, m, cache, half, r))
+            run_blocks(_attend, shares, threads, (shares, count, layer, m, w, cache, r))
         else:
-            run_blocks(_store_and_attend, shares, threads, (shares, count, layer, m, w, cache, half, r))
-        _multiply(count, r.attended, w.o, layer, w.o_bias, r.normed, half, threads)
-        run_blocks(_norm, shares, some, (shares, count, w.mlp_norm, layer, m.eps, _YES, half, r))
-        _multiply(count, r.normed, w.gate_up, layer, w.gate_up_bias, r.gate_up, half, threads)
-        run_blocks(_swiglu, shares, threads, (shares, count, m.inner, half, r))
-        _multiply(count, r.gate_up, w.down, layer, w.down_bias, r.normed, half, threads)
+            run_blocks(_store_and_attend, shares, threads, (shares, count, layer, m, w, cache, r))
+        _multiply(count, r.attended, w.o, layer, w.o_bias, r.normed, rounds, threads)
+        run_blocks(_norm, shares, some, (shares, count, w.mlp_norm, layer, m.eps, _YES, w, r))
+        _multiply(count, r.normed, w.gate_up, layer, w.gate_up_bias, r.gate_up, rounds, threads)
+        run_blocks(_swiglu, shares, threads, (shares, count, m.inner, w, r))
+        _multiply(count, r.gated, w.down, layer, w.down_bias, r.normed, rounds, threads)
 
 
 @part
 def _head(count, m, w, r, threads):
     """Logits of what `_forward` left."""
-    half, shares, some = w.qkv.itemsize == 2, r.scores.shape[0], _worth(count, threads, r)
-    run_blocks(_norm, shares, some, (shares, count, w.last_norm, _FIRST, m.eps, _YES, half, r))
+    shares, some = r.scores.shape[0], _worth(count, threads, r)
+    run_blocks(_norm, shares, some, (shares, count, w.last_norm, _FIRST, m.eps, _YES, w, r))
     _multiply(count, r.normed, w.head, _FIRST, w.head_bias, r.logits, _NO, threads)
 
 
