@@ -10,7 +10,7 @@ from xtuner.v1.rl.trainer.probe import make_probe, probe_request
 from xtuner.v1.rl.trainer.worker import _by_rollout
 from xtuner.v1.rl.weight_update import StaleWeightsError
 
-REQUEST = probe_request(384, 64)
+REQUEST = probe_request(384, 144, 64)
 SIZES = {"hidden_size": 32, "pad_multiple": 1}
 
 
@@ -19,9 +19,9 @@ def output(tokens, logprobs, version=4) -> GenerateOutput:
 
 
 def test_the_prompt_is_the_same_every_time_and_fits():
-    assert REQUEST == probe_request(384, 64) and len(REQUEST.prompt_ids) == 48 and REQUEST.params.max_tokens == 16
-    assert len(probe_request(151936, 40960).prompt_ids) == 144 and probe_request(384, 7) is None
-    assert max(probe_request(384, 4096).prompt_ids) < 384
+    assert REQUEST == probe_request(384, 144, 64) and len(REQUEST.prompt_ids) == 48 and REQUEST.params.max_tokens == 16
+    assert len(probe_request(151936, 144, 40960).prompt_ids) == 144 and probe_request(384, 144, 7) is None
+    assert max(probe_request(384, 72, 4096).prompt_ids) < 384
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """Checksums of tensors that are quick to compute and see single bits, exchanged places and exchanged rows."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -26,16 +27,23 @@ def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tenso
     """The same of one tensor by torch's operations, int64 []."""
     dtype = dtype or tensor.dtype
     mask = (1 << 8 * dtype.itemsize) - 1
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights, total = _weights(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for part in tensor.detach().reshape(-1).split(_CHUNK):
         bits = part.to(dtype).view(_INTEGERS[dtype.itemsize]).to(torch.int64)
         if dtype.itemsize < 8:
             bits &= mask
-        places = torch.arange(start, start + len(part), device=tensor.device)
-        total += bits.mul_(places.mul_(2).add_(1)).sum()
+        if start:
+            total += 2 * start * bits.sum()
+        total += torch.dot(bits, weights[: len(bits)]) if bits.is_cpu else (bits * weights[: len(bits)]).sum()
         start += len(part)
     return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """int64 [chunk]: 2 i + 1."""
+    return torch.arange(1, 2 * _CHUNK, 2, device=device)
 
 
 def _has_kernel(stored: torch.dtype, counted: torch.dtype | None) -> bool:

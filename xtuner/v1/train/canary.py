@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
 
 _FLOAT32_GAP, _HALF_GAP = 1e-3, 0.15
+_PROMPT, _LONG_PROMPT = 72, 144
+"""Tokens of the prompt: they fill a page of our engine's cache, or a block of any other's, so that one that was kept
+shows."""
 
 
 class Canary:
@@ -30,7 +33,8 @@ class Canary:
         if not (self.due and worker.weight_canary.enabled):
             return None
         self.due = False
-        request = probe_request(self._model.vocab_size, min(rollout.context_length, worker.pack_max_length))
+        length = _PROMPT if rollout.config.backend == "native" else _LONG_PROMPT
+        request = probe_request(self._model.vocab_size, length, min(rollout.context_length, worker.pack_max_length))
         if request is None:
             return None
         outputs = await rollout.ask_engines(request)

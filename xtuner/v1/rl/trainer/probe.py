@@ -11,8 +11,8 @@ from xtuner.v1.rl.weight_update import StaleWeightsError
 from .packing import pack_samples
 from .samples import TrainingSample
 
-_PROMPT, _ANSWER, _LEAST = 144, 16, 2
-"""Tokens. The prompt fills a page or block of every engine's cache, so that one that was kept shows."""
+_ANSWER, _LEAST = 16, 2
+"""Tokens."""
 
 
 @dataclass(slots=True)
@@ -54,14 +54,14 @@ class Probe:
         return {"canary/logprob_gap": largest, "canary/engines": float(sum(map(len, self.answers)))}
 
 
-def probe_request(vocab_size: int, room: int) -> GenerateRequest | None:
-    """The same prompt and draws every time; None if `room` tokens are too few for that. No end tokens are excluded, as
-    the distribution must be the model's."""
+def probe_request(vocab_size: int, length: int, room: int) -> GenerateRequest | None:
+    """The same prompt of up to `length` tokens, and the same draws, every time; None if `room` tokens are too few for
+    that. No end tokens are excluded, as the distribution must be the model's."""
     answer = min(_ANSWER, room // 4)
     if answer < _LEAST:
         return None
     numbers = random.Random(0)
-    ids = [numbers.randrange(vocab_size * 9 // 10) for _ in range(min(_PROMPT, room - answer))]
+    ids = [numbers.randrange(vocab_size * 9 // 10) for _ in range(min(length, room - answer))]
     return GenerateRequest(-1, ids, SampleParams(max_tokens=answer, return_routed_experts=False), seed=0)
 
 
@@ -97,7 +97,7 @@ def make_probe(
         for place, tokens in enumerate(by_tokens)
     ]  # fmt: skip
     (((*packs,),),) = pack_samples(
-        samples, ranks=1, optimizer_steps=1, pack_max_length=_PROMPT + _ANSWER, hidden_size=hidden_size,
+        samples, ranks=1, optimizer_steps=1, pack_max_length=len(prompt) + _ANSWER, hidden_size=hidden_size,
         share_prompts=True, pad_multiple=pad_multiple,
     )  # fmt: skip
     return Probe(version, list(by_tokens.values()), packs, limit)
