@@ -20,6 +20,9 @@ child = subprocess.Popen(
     start_new_session=True,
 )
 import mmap
+mortal = subprocess.Popen([sys.executable, "-c", "import mmap, sys, time\n"
+    "shared = open('/dev/shm/xtuner-test-' + sys.argv[1] + '-mortal', 'w+b')\n"
+    "shared.truncate(4096)\nmapped = mmap.mmap(shared.fileno(), 4096)\ntime.sleep(600)", str(os.getpid())])
 shared = open(f"/dev/shm/xtuner-test-{os.getpid()}", "w+b")
 shared.truncate(4096)
 mapped = mmap.mmap(shared.fileno(), 4096)
@@ -38,7 +41,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         self.send_response(500 if self.path == "/error" else 200)
         self.end_headers()
-        facts = {"child": child.pid, "pid": os.getpid(), "cwd": os.getcwd(), "tmp": os.environ["TMPDIR"]}
+        facts = {"mortal": mortal.pid, "child": child.pid, "pid": os.getpid(), "cwd": os.getcwd()}
+        facts["tmp"] = os.environ["TMPDIR"]
         self.wfile.write(b"no such thing" if self.path == "/error" else json.dumps(facts).encode())
     def log_message(self, *args):
         pass
@@ -106,7 +110,11 @@ def test_a_server_that_dies_takes_its_processes_along_says_so_and_comes_back_in_
 
     async def life():
         first = await start(server)
-        await asyncio.sleep(2.5)  # until the supervisor has seen its shared memory
+        of_a_child = Path(f"/dev/shm/xtuner-test-{first['pid']}-mortal")
+        await asyncio.sleep(1.5)  # until the supervisor has seen its shared memory
+        os.kill(first["mortal"], signal.SIGKILL)
+        await asyncio.sleep(1)  # until it has looked again
+        assert of_a_child.exists()
         kept = server.home / "weights"
         kept.mkdir()
         with pytest.raises(ServerDied, match=r"(?s)the server died \(exit code 137, SIGKILL\).*serving with \(key\)"):
@@ -115,7 +123,7 @@ def test_a_server_that_dies_takes_its_processes_along_says_so_and_comes_back_in_
         with pytest.raises(ServerDied, match="is not running"):
             await server.post("/facts")
         assert gone(first["pid"], first["child"])
-        assert not Path(f"/dev/shm/xtuner-test-{first['pid']}").exists()
+        assert not Path(f"/dev/shm/xtuner-test-{first['pid']}").exists() and not of_a_child.exists()
         second = await start(server)
         assert kept.is_dir() and second["cwd"] == first["cwd"] and second["pid"] != first["pid"]
         for pid in (second["pid"], second["child"]):

@@ -210,6 +210,25 @@ def test_requests_that_an_abort_does_not_end_end_with_the_server(run, monkeypatc
     run(scenario)
 
 
+def test_requests_that_a_stop_ends_start_nothing_again(run):
+    async def scenario(engine):
+        tasks, home = await started(engine), engine.home
+        await engine.stop()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, ServerDied) for end in ends)
+        await asyncio.sleep(0.1)
+        assert not engine.server.alive and engine.server.home is None and not home.exists()
+
+    run(scenario)
+
+
+def test_a_key_of_the_user_is_the_server_s(run):
+    async def scenario(engine):
+        assert engine.server.key == "mine" and await engine.token() == (7, [7])
+
+    run(scenario, api_key=["mine"])
+
+
 def test_an_abort_that_works_starts_nothing_again(run):
     async def scenario(engine):
         before, tasks = engine.process, await started(engine)

@@ -146,8 +146,8 @@ class ServedEngine(ABC):
         if self._restart is not None and self._coming_back():
             self._restart.cancel()
             await asyncio.wait([self._restart])
-        await self.server.stop()
         self._obstacle = {"start": "the engine was stopped."}
+        await self.server.stop()
 
     async def health(self) -> bool:
         """False before `start`, after `stop`, and when a dead server cannot be brought back, or not with its weights.
@@ -362,6 +362,8 @@ class ServedEngine(ABC):
         """Begin to start the server again. Whether it can serve after that, without an update."""
         if self._coming_back():
             return "loss" not in self._obstacle
+        if "start" in self._obstacle:  # of a request that `stop` has ended
+            return False
         if self._restarts >= _MAX_RESTARTS:
             self._obstacle["failure"] = f"it died {_MAX_RESTARTS + 1} times in a row, last: {problem}"
             return False

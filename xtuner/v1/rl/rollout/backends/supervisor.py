@@ -42,7 +42,8 @@ def main(owner: int, folder: str, command: list[str]) -> int:
     while server.poll() is None and os.getppid() == owner and not asked:
         time.sleep(_POLL_S)
         if time.monotonic() - looked > _LOOK_S:
-            shared, looked = _shared_memory(), time.monotonic()
+            # What a process of the server had that is gone by now is still there.
+            shared, looked = set(filter(os.path.exists, shared)) | _shared_memory(), time.monotonic()
     shared |= _shared_memory()
     if server.poll() is None and os.getppid() == owner:
         server.terminate()
