@@ -17,6 +17,7 @@ from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_
 from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
 from xtuner.v1.rl.trainer.probe import Probe
 from xtuner.v1.rl.utils import Handle, build_launcher
+from xtuner.v1.rl.weight_update import EngineLostError
 from xtuner.v1.utils import get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
@@ -206,8 +207,11 @@ class RLColocateTrainer:
         assert self.rollout is not None
         if version is not None:
             await self.rollout.wake(("weights",))
-            targets = zip(self.workers, self.rollout.worker_names, strict=True)
-            await asyncio.gather(*(h.call("push_weights", name, version) for h, name in targets))
+            try:
+                await self._push(version)
+            except EngineLostError as error:
+                logger.error(f"{error}\nThe engines get the weights of version {version} once more.")
+                await self._push(version)
             self.model_step, self.canary.due = version, True
         self.together = self.together or await self._has_room_for_both()
         if not self.together:
@@ -224,6 +228,17 @@ class RLColocateTrainer:
         shares = await asyncio.gather(*(h.call("verify_weights", name) for h, name in targets))
         known = [share for share in shares if share is not None]
         return {"canary/weights_compared": min(known)} if known else {}
+
+    async def _push(self, version: int) -> None:
+        """New weights for all engines. Gathering is collective: nothing is left under way if one of them is lost."""
+        assert self.rollout is not None
+        targets = zip(self.workers, self.rollout.worker_names, strict=True)
+        pushes = [asyncio.ensure_future(h.call("push_weights", name, version)) for h, name in targets]
+        try:
+            await asyncio.gather(*pushes)
+        except EngineLostError:
+            await asyncio.wait(pushes)
+            raise
 
     async def _has_room_for_both(self) -> bool:
         """Whether the engine can stay awake from now on, on every device; before an offload, once training has taken

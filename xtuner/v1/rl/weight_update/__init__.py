@@ -5,11 +5,12 @@ from .canary import ReadsWeights, StaleWeightsError, Witness
 from .delivery import IncomingWeights, receive_weights, send_weights
 from .disk import read_weights, write_weights
 from .in_process import push_in_process
-from .inventory import DeliveryError, Inventory, WeightUpdateError
+from .inventory import DeliveryError, EngineLostError, Inventory, WeightUpdateError
 from .line import Line
 
 __all__ = [
     "DeliveryError",
+    "EngineLostError",
     "IncomingWeights",
     "Inventory",
     "Line",

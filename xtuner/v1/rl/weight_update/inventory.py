@@ -14,6 +14,10 @@ class WeightUpdateError(RuntimeError):
     serve."""
 
 
+class EngineLostError(WeightUpdateError):
+    """The engine died or hung while it took an update. It takes the next one."""
+
+
 class DeliveryError(RuntimeError):
     """A transport broke down, or brought what was not announced."""
 

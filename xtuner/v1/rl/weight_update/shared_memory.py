@@ -86,8 +86,8 @@ class CudaShared:
             self._handle, self._offset = export_memory(self.memory)
         except MemoryError as error:
             raise DeliveryError(
-                f"memory of {device} cannot be shared with the engine's process ({error}) Leave expandable_segments out "
-                "of PYTORCH_CUDA_ALLOC_CONF, or set rollout_config.weight_transport_type='folder'."
+                f"memory of {device} cannot be shared with the engine's process ({error}) Leave expandable_segments "
+                "out of PYTORCH_CUDA_ALLOC_CONF, or set rollout_config.weight_transport_type='folder'."
             ) from None
 
     @property

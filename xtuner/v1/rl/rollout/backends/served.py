@@ -13,7 +13,7 @@ from torch import Tensor
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import weight_views
 from xtuner.v1.model.hf_config import get_model_config_from_hf
-from xtuner.v1.rl.weight_update import Inventory, WeightUpdateError
+from xtuner.v1.rl.weight_update import EngineLostError, Inventory, WeightUpdateError
 from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
@@ -215,9 +215,11 @@ class ServedEngine(ABC):
         await self.outlive(self._end_abandoned)
         try:
             await self.carrier.bring(self._verified(buckets), version)
-        except (WeightUpdateError, ServerError):
+        except (WeightUpdateError, ServerError) as error:
             if self.server.alive and not await self._works():
-                await self.server.end()  # the next update starts another one
+                await self.server.end()
+            if not self.server.alive:  # the next update starts another one
+                raise EngineLostError(str(error)) from error
             raise
         self.version = version
         for what in ("update", "loss"):
