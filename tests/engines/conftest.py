@@ -17,6 +17,13 @@ WANTED = os.environ.get("XTUNER_TEST_ENGINES", "").split()
 collect_ignore_glob = ["test_build.py"] if WANTED else ["test_[!b]*.py"]  # that one needs no engine
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Building an environment and starting a server have deadlines of their own; a slow machine needs the rest."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(1800, func_only=True))
+
+
 @pytest.fixture(scope="session", params=[name for name in ENGINES if name in WANTED or "all" in WANTED])
 def engine_name(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The engine, with its environment built and named."""

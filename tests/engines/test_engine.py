@@ -22,8 +22,6 @@ from .helpers import (
     update,
 )
 
-pytestmark = pytest.mark.timeout(900, func_only=True)
-
 
 def test_it_refuses_before_its_first_weights(engines, engine):
     (output,) = engines.generate(engine, request())

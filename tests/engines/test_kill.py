@@ -29,8 +29,6 @@ from .helpers import (
     update,
 )
 
-pytestmark = pytest.mark.timeout(1200, func_only=True)
-
 CORES = {"sglang": b"sglang::scheduler", "vllm": b"VLLM::EngineCore"}
 """Processes that decide what is computed next; vLLM's has another one compute."""
 
@@ -67,6 +65,7 @@ def keeps_weights(engine_name: str) -> None:
 def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines, engine, who):
     folder = update(engines, engine, 1, 20)
     before = descendants(engine.server.pid)
+    shared = shared_memory(before)
 
     async def kill_in_generation():
         tasks = many_long_requests(engine)
@@ -88,7 +87,7 @@ def test_killed_in_generation_it_comes_back_with_the_weights_that_it_had(engines
 
     assert engines.run(abort_while_waiting()).finish_reason == "abort"
     assert_serves(engines, engine, folder, 20)
-    assert running(before) == set()
+    assert running(before) == set() and not [path for path in shared if Path(path).exists()]
 
 
 @pytest.mark.usefixtures("keeps_weights")

@@ -13,7 +13,6 @@ from xtuner.v1.rl.rollout.backends import carriers
 
 from .helpers import descendants, greedy, running, server_processes
 
-pytestmark = pytest.mark.timeout(1500, func_only=True)
 STEPS = 3
 
 
