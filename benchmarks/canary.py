@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +35,44 @@ def read_metrics(trainer: RLColocateTrainer) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (trainer.run_dir / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
-def alternate(trainer: RLColocateTrainer) -> None:
-    """Let `trainer` turn the canary off and on; it has one worker, in this process."""
+def alternate(trainer: RLColocateTrainer) -> dict[int, float]:
+    """Let `trainer` turn the canary off and on; it has one worker, in this process. What will be the processor time of
+    each step."""
     step_of, (handle,) = trainer._step, trainer.workers
+    spent: dict[int, float] = {}
 
     async def step(number: int) -> dict[str, float]:
         for config in (trainer.cfg.train_worker_cfg, handle.worker.config):
             config.weight_canary.enabled = is_on(number)
-        return await step_of(number)
+        begin = time.process_time()
+        metrics = await step_of(number)
+        spent[number] = time.process_time() - begin
+        return metrics
 
     trainer._step = step
+    return spent
 
 
 def cost(args: argparse.Namespace, rows: Rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = grpo_step.build(args, Path(folder)).build()
-        alternate(trainer)
+        spent = alternate(trainer)
         trainer.fit()
-        metrics = read_metrics(trainer)
+        metrics = [m | {"time/processor": spent[m["step"]]} for m in read_metrics(trainer)]
     kept = [m for m in metrics if m["step"] > args.warmup and (m["step"] - 1) % _TURN]
     shape = f"{args.shape}, {args.prompts} x {args.group} x {args.new_tokens} new tokens"
     medians = {}
     for on in (True, False):
         of_turn = [m for m in kept if is_on(m["step"]) == on]
-        for key in ("step", "produce_batch", "verify_weights", "training", "sync_weight"):
+        for key in ("step", "processor", "produce_batch", "verify_weights", "training", "sync_weight"):
             seconds = [m[f"time/{key}"] for m in of_turn if f"time/{key}" in m]
             medians[key, on] = statistics.median(seconds)
             case = "canary on" if on else "canary off"
             rows.add(shape, case, f"{key}_s", medians[key, on], "s", steps=len(seconds), spread=spread(seconds))
-    share = medians["step", True] / medians["step", False] - 1
-    rows.add(shape, "canary on", "cost", 100 * share, "% of a step")
+    # On a processor that others use too, its own time tells.
+    clock = "step" if args.device == "cuda" else "processor"
+    share = medians[clock, True] / medians[clock, False] - 1
+    rows.add(shape, "canary on", "cost", 100 * share, "% of a step", clock=clock)
     report(rows, shape, metrics, gap_limit(trainer.cfg))
 
 
