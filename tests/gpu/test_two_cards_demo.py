@@ -57,7 +57,6 @@ def test_the_demo_learns_on_two_cards_and_twice_the_same_bits(tmp_path):
             for name, (workers, changes, exact) in kinds.items()
         }  # fmt: skip
         runs = {name: run.finish() for name, run in started.items()}
-    cards.assert_free_again()
     show("cards at most, MiB and %", cards.peaks)
     accuracies = {
         name: [row["eval/accuracy"] for row in run.rows if "eval/accuracy" in row] for name, run in runs.items()
@@ -71,3 +70,4 @@ def test_the_demo_learns_on_two_cards_and_twice_the_same_bits(tmp_path):
     for curve in accuracies.values():
         assert curve[0] < 0.5 and curve[-1] > curve[0] + 0.25
         assert curve[-1] == pytest.approx(accuracies["one"][-1], abs=0.12)
+    cards.assert_free_again()
