@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engines.helpers import KINDS, Engines, buckets, logprobs_of, prompt, request, write_model
+from tests.engines.test_run import KillsTheServer
 from tests.train.helpers import RESPONSE, STOPS, config, fit
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.data_proto import SampleParams
@@ -121,13 +122,18 @@ def test_sleep_and_new_weights(name, kind, tmp_path):
     assert free() > before - 1
 
 
-def test_two_steps_of_a_run(name, tmp_path):
+@pytest.mark.parametrize("dies", [False, True])
+def test_two_steps_of_a_run(name, dies, tmp_path):
+    """Its engine dies in the second one, and its weights with it: it gets them again."""
     cfg = config(
         models(tmp_path)[0], tmp_path, total_train_steps=2,
         resources=AcceleratorResourcesConfig(accelerator="GPU", num_workers=1),
         rollout={"backend": name, "gpu_memory_utilization": 0.3, "extra_rollout_config": OPTIONS[name]},
         worker={"pack_max_length": 512, "fsdp_cfg": FSDPConfig(torch_compile=False)},
-        task={"params": SampleParams(temperature=0.7, max_tokens=RESPONSE, stop_token_ids=STOPS)},
+        task={
+            "params": SampleParams(temperature=0.7, max_tokens=RESPONSE, stop_token_ids=STOPS),
+            "reward": KillsTheServer(*[13] * dies),
+        },
     )  # fmt: skip
     run = fit(cfg)
     for step in (1, 2):
