@@ -173,7 +173,7 @@ class RolloutController:
         calls = (asyncio.wait_for(r.handle.call("ask", request), self.config.rollout_timeout) for r in replicas)
         answers: dict[str, GenerateOutput] = {}
         for replica, result in zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 result = GenerateOutput(request.request_id, error=f"{type(result).__name__}: {result}")
             answers[replica.name] = result
         return answers
