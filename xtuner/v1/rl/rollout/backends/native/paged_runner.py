@@ -22,7 +22,8 @@ from .runner import draw, refuse_not_finite
 from .scheduler import Done, Scheduler
 
 MAX_STEPS = 8
-"""Tokens a sequence may get between two looks at the host: a sequence that ends costs half of them in vain."""
+"""Tokens a sequence may get between two looks of the host: one that ends costs half of them in vain, and as many more
+if the device runs ahead."""
 _PROGRAMS = 512
 """Programs of the attention kernel that keep a large device busy; more by splitting cost more than they bring."""
 _MAX_SPLITS = 32
