@@ -7,7 +7,7 @@ usage() {
 Usage: run_rl.sh CONFIG BACKEND MODEL TRAIN [EVAL] [ACCELERATOR] [PER_NODE] [-- OPTION...]
 
   CONFIG       Python file that defines `trainer`
-  BACKEND      native | vllm | sglang (on a CPU only yet) | lmdeploy (on a GPU only)
+  BACKEND      native | vllm | sglang | lmdeploy (on a GPU only)
   MODEL        Hugging Face folder of the model            (exported as MODEL_PATH)
   TRAIN        JSONL with training prompts                 (exported as DATA_PATH)
   EVAL         JSONL with evaluation prompts, or ""        (exported as EVAL_DATA_PATH)
