@@ -18,9 +18,9 @@ from .server import ServerDied
 
 _COMPANIONS = ("config.json", "generation_config.json")
 _SILENCE_S = 120.0
-"""That a server may load a bucket."""
+"""Seconds that a server may take to load a bucket."""
 _ANSWER_S = 10.0
-"""For the answer of a server that knows that the update broke off."""
+"""Seconds for the answer of a server that knows that the update broke off."""
 
 
 class Carrier(ABC):
