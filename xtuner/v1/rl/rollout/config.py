@@ -90,8 +90,8 @@ class RolloutConfig(XTunerConfig):
     weight_transport_type: Literal["ipc", "folder", "nccl", "checkpoint_engine"] | None = None
     """How new weights come to an engine behind a server. `ipc`: through memory that both processes see, of the GPU, or
     of the host without one; a server that dies waits for the next update, and the last one is given one at once.
-    `folder`: a folder of safetensors, slower, and a server that dies comes back with it. None: `ipc` on a GPU, `folder` on a CPU. The native
-    engine takes them within the process. The others are refused."""
+    `folder`: a folder of safetensors, slower, and a server that dies comes back with it. None: `ipc` on a GPU,
+    `folder` on a CPU. The native engine takes them within the process. The others are refused."""
     weight_update_host: str | None = None
     """NCCL rendezvous host. None: that of train rank 0."""
     weight_update_port: int | None = 30000
