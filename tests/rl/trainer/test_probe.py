@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.rl.trainer.test_worker import make_worker
+from tests.rl.trainer.test_worker import make_samples, make_worker, packs_of
 from xtuner.v1.rl.rollout.backends.base import GenerateOutput
 from xtuner.v1.rl.trainer.probe import make_probe, probe_request
 from xtuner.v1.rl.trainer.worker import _by_rollout
@@ -19,7 +19,7 @@ def output(tokens, logprobs, version=4) -> GenerateOutput:
 
 
 def test_the_prompt_is_the_same_every_time_and_fits():
-    assert REQUEST == probe_request(384, 144, 64) and len(REQUEST.prompt_ids) == 48 and REQUEST.params.max_tokens == 16
+    assert REQUEST == probe_request(384, 144, 64) and len(REQUEST.prompt_ids) == 60 and REQUEST.params.max_tokens == 4
     assert len(probe_request(151936, 144, 40960).prompt_ids) == 144 and probe_request(384, 144, 7) is None
     assert max(probe_request(384, 72, 4096).prompt_ids) < 384
 
@@ -31,23 +31,35 @@ def worker(model):
     made.stop()
 
 
-def test_the_engine_that_is_behind_is_named_and_not_the_others(worker):
+def worker_step(model, probe):
+    """A step of a fresh worker."""
+    made = make_worker(model)
+    try:
+        return made.fit(packs_of(make_samples(4))[0], 1, probe)
+    finally:
+        made.stop()
+
+
+def test_the_engine_that_is_behind_is_named_and_not_the_others(model, worker):
     answers = {"rollout_0": [7, 8, 9], "rollout_1": [7, 8, 11, 12], "rollout_2": [7, 8, 9], "rollout_3": [5]}
     outputs = {name: output(tokens, [0.0] * len(tokens)) for name, tokens in answers.items()}
     probe = make_probe(outputs, REQUEST, version=4, limit=1e-4, **SIZES)
     truth: dict[int, list[float]] = {}
-    for pack in probe.packs:
-        _by_rollout(pack, worker.engine.logprobs(pack), truth)
+    _by_rollout(probe.pack, worker.engine.logprobs(probe.pack), truth)
     assert [list(engines) for engines in probe.answers] == [["rollout_0", "rollout_2"], ["rollout_1"], ["rollout_3"]]
     for place, engines in enumerate(probe.answers):
         for name in engines:
             outputs[name].logprobs = list(truth[place])
     healthy = make_probe(outputs, REQUEST, version=4, limit=1e-4, **SIZES)
-    assert worker._judge(healthy) == {"canary/logprob_gap": 0.0, "canary/engines": 4.0}
+    alone, along = (worker_step(model, probe) for probe in (None, healthy))
+    metrics = along.metrics
+    assert metrics["canary/logprob_gap"] < 1e-5 and metrics["canary/engines"] == 4
+    assert along.optimizer_steps[0] == pytest.approx(alone.optimizer_steps[0], abs=1e-6)
+    assert along.train_logprobs.keys() == alone.train_logprobs.keys() == {0, 1, 2, 3}
     outputs["rollout_2"].logprobs = [value + 0.01 for value in truth[0]]
     behind = make_probe(outputs, REQUEST, version=4, limit=1e-4, **SIZES)
     with pytest.raises(StaleWeightsError, match="rollout_2 does not compute .* version 4 .* 0.01 from the trainer's"):
-        worker.fit([], 5, behind)
+        worker.fit(packs_of(make_samples(4))[0], 5, behind)
     with pytest.raises(StaleWeightsError, match="rollout_2"):
         make_probe(outputs | {"rollout_2": output([5], [math.nan])}, REQUEST, version=4, limit=9.0, **SIZES).judge(
             {i: [0.0] * len(next(iter(engines.values()))) for i, engines in enumerate(healthy.answers)}

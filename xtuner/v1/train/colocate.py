@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xtuner.v1.model.hf import checkpoint_dtype
-from xtuner.v1.rl.agent_loop_manager import ProduceBatchResult
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
@@ -95,13 +94,16 @@ class RLColocateTrainer:
         return metrics
 
     async def _step(self, step: int) -> dict[str, float]:
+        assert self.rollout is not None
         timer = self.timer
         timer.restart()
         last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
         with timer("produce_batch"):
-            batch, probe = await self._with_engines(lambda: self._produce(step))
+            batch = await self._with_engines(
+                lambda: self.manager.produce_batch(self.cfg.train_batch_size, step, self.model_step)
+            )
         with timer("verify_weights"):
-            compared = await self._verify_weights()
+            compared, probe = await self._verify_weights(), await self.canary.ask(self.rollout, self.model_step)
         with timer("onload"):
             await self._to_training(keep_weights=not syncing)
         with timer("prepare_data"):
@@ -145,16 +147,6 @@ class RLColocateTrainer:
             await self._to_rollout(self.model_step)
             await self.rollout.health()
             return await work()
-
-    async def _produce(self, step: int) -> tuple[ProduceBatchResult, Probe | None]:
-        """The batch of a step; beside it the engines answer the canary, if they have new weights."""
-        assert self.rollout is not None
-        asking = asyncio.create_task(self.canary.ask(self.rollout, self.model_step))
-        try:
-            batch = await self.manager.produce_batch(self.cfg.train_batch_size, step, self.model_step)
-            return batch, await asking
-        finally:
-            asking.cancel()
 
     def _syncs(self, step: int) -> bool:
         return step % self.cfg.sync_weights_interval == 0

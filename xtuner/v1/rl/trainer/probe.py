@@ -2,16 +2,19 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from xtuner.v1.data_proto import PackedBatch, SampleParams
+import torch
+from torch import Tensor
+
+from xtuner.v1.data_proto import PackedBatch, SampleParams, SegmentLayout
 from xtuner.v1.rl.rollout.backends.base import GenerateOutput, GenerateRequest
 from xtuner.v1.rl.weight_update import StaleWeightsError
 
 from .packing import pack_samples
 from .samples import TrainingSample
 
-_ANSWER, _LEAST = 16, 2
+_ANSWER, _LEAST = 4, 2
 """Tokens."""
 
 
@@ -23,8 +26,8 @@ class Probe:
     """Of the weights."""
     answers: list[dict[str, list[float]]]
     """The engines that gave the same tokens, with their log-probs, for each of the answers."""
-    packs: list[PackedBatch]
-    """The answers in forwards; `rollout_ids` are places in `answers`."""
+    pack: PackedBatch
+    """The answers; `rollout_ids` are places in `answers`."""
     limit: float
     """Largest mean |difference| that is taken for rounding."""
 
@@ -96,8 +99,46 @@ def make_probe(
         )
         for place, tokens in enumerate(by_tokens)
     ]  # fmt: skip
-    (((*packs,),),) = pack_samples(
-        samples, ranks=1, optimizer_steps=1, pack_max_length=len(prompt) + _ANSWER, hidden_size=hidden_size,
-        share_prompts=True, pad_multiple=pad_multiple,
+    (((pack,),),) = pack_samples(
+        samples, ranks=1, optimizer_steps=1, pack_max_length=len(samples) * (len(prompt) + _ANSWER) + pad_multiple,
+        hidden_size=hidden_size, share_prompts=True, pad_multiple=pad_multiple,
     )  # fmt: skip
-    return Probe(version, list(by_tokens.values()), packs, limit)
+    return Probe(version, list(by_tokens.values()), pack, limit)
+
+
+def with_rider(pack: PackedBatch, rider: PackedBatch, pad_multiple: int) -> PackedBatch:
+    """`pack` with the rows of `rider` between its own and padding, and the rider's targets behind its own; neither sees
+    the other. What targets are worth and whose they are is told for the pack's own alone."""
+    parts = [_without_padding(p) for p in (pack, rider)]
+    rows = parts[0].input_ids.numel()
+    padding = -(rows + parts[1].input_ids.numel()) % pad_multiple
+    zeros = pack.input_ids.new_zeros(padding)
+    segments = len(parts[0].layout.lengths)
+    prefix = [p if p < 0 else p + segments for p in parts[1].layout.prefix]
+
+    def joined(name: str, *more: Tensor) -> Tensor:
+        return torch.cat([*(getattr(part, name) for part in parts), *more])
+
+    return replace(
+        pack,
+        input_ids=joined("input_ids", zeros),
+        position_ids=joined("position_ids", torch.arange(padding, device=zeros.device)),
+        layout=SegmentLayout(
+            [*parts[0].layout.lengths, *parts[1].layout.lengths, *([padding] if padding else [])],
+            [*parts[0].layout.prefix, *prefix, *([-1] if padding else [])],
+        ),
+        target_rows=torch.cat((pack.target_rows, rider.target_rows + rows)),
+        labels=joined("labels"),
+        inv_temperature=joined("inv_temperature"),
+        num_padding=parts[1].input_ids.numel() + padding,
+    )
+
+
+def _without_padding(pack: PackedBatch) -> PackedBatch:
+    if not pack.num_padding:
+        return pack
+    rows, layout = pack.input_ids.numel() - pack.num_padding, pack.layout
+    return replace(
+        pack, input_ids=pack.input_ids[:rows], position_ids=pack.position_ids[:rows],
+        layout=SegmentLayout(layout.lengths[:-1], layout.prefix[:-1]), num_padding=0,
+    )  # fmt: skip

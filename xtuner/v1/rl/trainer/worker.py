@@ -15,6 +15,7 @@ from torch import Tensor
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.data_proto import PackedBatch
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
+from xtuner.v1.model import MoEModelConfig
 from xtuner.v1.rl.loss import (
     BaseRLLossConfig,
     Metrics,
@@ -25,6 +26,7 @@ from xtuner.v1.rl.loss import (
     rollout_is_weights,
 )
 from xtuner.v1.rl.loss.metrics import mean_of, sum_of
+from xtuner.v1.rl.rollout.backends.server import ServerError
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.rl.weight_update import Witness, push_in_process
 from xtuner.v1.utils import get_logger
@@ -40,7 +42,7 @@ from xtuner.v1.utils.device import (
 
 from .config import WorkerConfig
 from .gap import refuse_gap
-from .probe import Probe
+from .probe import Probe, with_rider
 from .room import has_room
 
 
@@ -89,6 +91,10 @@ class TrainingWorker:
         self.programs: int | None = None
         """Compiled programs after the first train step."""
         self.owns_group = False
+        self.riding: tuple[PackedBatch, Probe] | None = None
+        """A probe, and the pack that it rides in."""
+        self.judged: dict[str, float] = {}
+        """Metrics of the last probe."""
         self.witness: Witness | None = None
         """Of the last weights that were pushed."""
         self.pushes = 0
@@ -170,13 +176,16 @@ class TrainingWorker:
         Old log-probs are those of the weights before the first update. With one slice (and no rollout
         correction) they are the ones of the training forward itself; else one forward without gradients gives
         them. All ranks hold equally many packs a slice, and the `ranks_per_pack` neighbours of a pack the same ones.
-        All hold the same `probe`, which is judged first.
+        All hold the same `probe`, which is judged before the first update.
         """
         try:
             with self._profiled(train_step):
-                judged = {} if probe is None else self._judge(probe)
-                result = self._fit([[self._to_device(pack) for pack in packs] for packs in slices])
-                result.metrics |= judged
+                on_device = [[self._to_device(pack) for pack in packs] for packs in slices]
+                self.judged = {}
+                if probe is not None:
+                    self._take_along(probe, on_device[0])
+                result = self._fit(on_device)
+                result.metrics |= self.judged
                 return result
         except torch.OutOfMemoryError as error:
             cfg = self.config
@@ -187,13 +196,32 @@ class TrainingWorker:
                 f"keep_on_device=False. ({error})"
             ) from error
 
-    def _judge(self, probe: Probe) -> dict[str, float]:
-        """Metrics of the probe; raises StaleWeightsError."""
-        logprobs: dict[int, list[float]] = {}
-        with as_written(self.config.fsdp_cfg.torch_compile):
-            for pack in probe.packs:
-                _by_rollout(pack, self.engine.logprobs(pack.to(self.device)), logprobs)
-        return probe.judge(logprobs)
+    def _take_along(self, probe: Probe, packs: list[PackedBatch]) -> None:
+        """Let the probe ride in the shortest of these packs, of the first update: a forward of its own would take as
+        long as a pack's. It has one where routers count rows, or adapters add noise."""
+        lora = self.config.lora_cfg
+        if isinstance(self.config.model_cfg, MoEModelConfig) or (lora is not None and lora.dropout):
+            with as_written(self.config.fsdp_cfg.torch_compile):
+                self._judge(probe, self.engine.logprobs(probe.pack.to(self.device)))
+            return
+        self.riding = min(packs, key=lambda pack: pack.input_ids.numel()), probe
+
+    def _judge(self, probe: Probe, logprobs: Tensor) -> None:
+        """Raises StaleWeightsError."""
+        by_place: dict[int, list[float]] = {}
+        _by_rollout(probe.pack, logprobs.detach().cpu(), by_place)
+        self.judged = probe.judge(by_place)
+
+    def _forward(self, pack: PackedBatch) -> Tensor:
+        """Log-probs of the pack's trained tokens, float32 [N]. A probe that rides along is judged."""
+        if self.riding is None or self.riding[0] is not pack:
+            return self.engine.forward(pack)[0]
+        probe, self.riding = self.riding[1], None
+        rider = probe.pack.to(self.device)
+        together = with_rider(pack, rider, 1 if self.device.type == "cpu" else 64)
+        logprobs, of_probe = self.engine.forward(together)[0].split([pack.num_targets, rider.num_targets])
+        self._judge(probe, of_probe)
+        return logprobs
 
     def _to_device(self, pack: PackedBatch) -> PackedBatch:
         if self.config.offload_rollout_routed_experts:  # each forward fetches them
@@ -207,7 +235,8 @@ class TrainingWorker:
         self.largest_pack = max([self.largest_pack, *(pack.input_ids.numel() for pack in packs)])
         old: dict[int, Tensor] = {}
         if len(slices) > 1 or loss_cfg.rollout_is.enabled:
-            old = {id(pack): self.engine.logprobs(pack) for pack in packs}
+            with torch.no_grad():
+                old = {id(pack): self._forward(pack) for pack in packs}
         references = self._reference_logprobs(packs)
         result = FitResult([], {}, {})
         seen: dict[int, Tensor] = dict(old)
@@ -260,7 +289,7 @@ class TrainingWorker:
         trained = [pack for pack in packs if pack.needs_gradient]
         for pack, (is_weights, _, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
             with torch.set_grad_enabled(pack.needs_gradient):
-                logprobs, _ = self.engine.forward(pack)
+                logprobs = self._forward(pack)
             before = seen.setdefault(id(pack), logprobs.detach())
             loss, metrics = loss_cfg.policy_loss(
                 logprobs, old.get(id(pack), before), pack.advantages, (numerators / divisor).float(),
@@ -375,14 +404,18 @@ class TrainingWorker:
 
     async def verify_weights(self, target: str) -> float | None:
         """Whether the rollout worker `target` has the weights that it was given last: the share of them that was
-        compared. None if nothing could be.
+        compared. None if nothing could be, as by an engine that is dead or does not answer.
 
         Raises:
             StaleWeightsError: it does not.
         """
-        if self.witness is None or not await peer(target).health():
+        try:
+            if self.witness is None or not await peer(target).health():
+                return None
+            return await self.witness.compare(peer(target).readable(), target)
+        except ServerError as error:
+            get_logger().warning(f"the weights of {target} were not compared: {error}")
             return None
-        return await self.witness.compare(peer(target).readable(), target)
 
     def has_room_beside(self, target: str) -> bool:
         """Whether the engine of the rollout worker `target` can stay awake while this one trains; asked when training
