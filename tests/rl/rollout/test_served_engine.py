@@ -163,8 +163,17 @@ def test_silent_for_as_many_health_checks_as_are_allowed_it_is_started_again(run
         assert all(isinstance(end, ServerDied) for end in ends)
         assert await engine.token() == (7, [7])
 
-    checks = {"timeout_seconds": 0.5, "interval_seconds": 2, "failure_threshold": 2}
+    checks = {"timeout_seconds": 0.5, "interval_seconds": 6, "failure_threshold": 2}
     run(scenario, **{f"health_check_{name}": value for name, value in checks.items()})
+
+
+def test_asked_for_its_health_just_as_it_dies_it_is_on_its_way_back(run):
+    async def scenario(engine):
+        os.kill(engine.process, signal.SIGKILL)
+        assert engine.server.alive and await engine.health()
+        assert await engine.token() == (7, [7])
+
+    run(scenario)
 
 
 def test_checks_that_are_switched_off_start_nothing_again(run):

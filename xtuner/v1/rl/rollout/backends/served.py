@@ -158,7 +158,7 @@ class ServedEngine(ABC):
         if self._coming_back() or self._obstacle.keys() & {"weights", "kv_cache"}:
             return True  # if it died asleep, waking it brings it back: until then the device is the trainer's
         if not self.server.alive:
-            return self._bring_back("its process is gone")
+            return self._bring_back(f"its process is gone. {self.server.last_lines()}")
         if self._obstacle:
             return True
         config, asked_at = self.config, asyncio.get_running_loop().time()
@@ -167,6 +167,8 @@ class ServedEngine(ABC):
         if status is not None:
             self._silent_since = None
             return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
+        if await self.server.dies():
+            return self._bring_back(f"its process is gone. {self.server.last_lines()}")
         if self._silent_since is None:
             self._silent_since = asked_at
         silence, checks = asyncio.get_running_loop().time() - self._silent_since, config.health_check_failure_threshold
@@ -401,7 +403,7 @@ class ServedEngine(ABC):
     async def _ensure_alive(self) -> None:
         """Raises if the server is dead and cannot be brought back."""
         if not self._coming_back() and not self.server.alive:
-            self._bring_back("its process is gone")
+            self._bring_back(f"its process is gone. {self.server.last_lines()}")
         await self._restart_ended()
         if why := self._obstacle.get("failure") or self._obstacle.get("start"):
             raise RuntimeError(f"{self.server.name}: {why}")

@@ -170,8 +170,7 @@ class EngineServer:
             silence = f"{self.name}: no answer to {path} within {timeout:g} s. Its log is {self.log_file}."
             raise ServerError(silence) from error
         except httpx.HTTPError as error:
-            await self._wait_for_death()
-            if not self.alive:
+            if await self.dies():
                 raise self._death("died") from error
             raise ServerError(f"{self.name}: {path} broke off ({type(error).__name__}: {error}).") from error
         if answer.is_error:
@@ -181,10 +180,12 @@ class EngineServer:
         except ValueError:
             return None
 
-    async def _wait_for_death(self) -> None:
+    async def dies(self) -> bool:
+        """Whether it is dead or just about to be."""
         deadline = time.monotonic() + _DEATH_S
         while self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        return not self.alive
 
     def _http(self) -> httpx.AsyncClient:
         """A client belongs to one event loop. Connections are not kept: an idle one may be closed by the server just
