@@ -163,7 +163,7 @@ def test_silent_for_as_many_health_checks_as_are_allowed_it_is_started_again(run
         assert all(isinstance(end, ServerDied) for end in ends)
         assert await engine.token() == (7, [7])
 
-    checks = {"timeout_seconds": 0.5, "interval_seconds": 6, "failure_threshold": 2}
+    checks = {"timeout_seconds": 0.5, "interval_seconds": 4, "failure_threshold": 2}
     run(scenario, **{f"health_check_{name}": value for name, value in checks.items()})
 
 

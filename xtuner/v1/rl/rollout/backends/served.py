@@ -167,14 +167,14 @@ class ServedEngine(ABC):
         if status is not None:
             self._silent_since = None
             return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
-        if await self.server.dies():
-            return self._bring_back(f"its process is gone. {self.server.last_lines()}")
         if self._silent_since is None:
             self._silent_since = asked_at
         silence, checks = asyncio.get_running_loop().time() - self._silent_since, config.health_check_failure_threshold
-        if checks == 0 or silence < (checks - 1) * config.health_check_interval_seconds:
-            raise ServerError(f"{self.server.name} does not answer.")
-        return self._bring_back(f"it has not answered for {silence:.0f} s. {self.server.last_lines()}")
+        if checks > 0 and silence >= (checks - 1) * config.health_check_interval_seconds:
+            return self._bring_back(f"it has not answered for {silence:.0f} s. {self.server.last_lines()}")
+        if await self.server.dies():
+            return self._bring_back(f"its process is gone. {self.server.last_lines()}")
+        raise ServerError(f"{self.server.name} does not answer.")
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """On a CPU nothing is given back: the engine only refuses until it is awake, and until weights have come."""
