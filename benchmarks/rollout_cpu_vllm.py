@@ -2,7 +2,8 @@
 
     PYTHON rollout_cpu_vllm.py '{"model": ..., "dtype": "float32", "prompts": [[...], ...], "tokens": 48, ...}'
 
-Prints a line of JSON when it is ready, and one for each line that it reads: all prompts answered once more.
+Prints a line of JSON when it is ready, and one for each line that it reads, which says how many tokens
+to answer each prompt with.
 """
 
 import json
@@ -18,7 +19,7 @@ def main() -> None:
     os.dup2(2, 1)
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{asked['threads'] - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
@@ -33,13 +34,12 @@ def main() -> None:
         enable_prefix_caching=asked["prefixes"], distributed_executor_backend="uni",
         logprobs_mode="processed_logprobs", disable_log_stats=True, seed=0,
     )  # fmt: skip
-    params = vllm.SamplingParams(
-        temperature=1.0, top_p=1.0, top_k=-1, max_tokens=asked["tokens"], ignore_eos=True, logprobs=0, detokenize=False
-    )
+    params = vllm.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print(json.dumps(versions), file=rows, flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        params.max_tokens = int(line)
         engine.reset_prefix_cache()
         begin = time.process_time()
         outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from .scheduler import Done, Scheduler, Sequence
 from .stable_weights import StableWeights
 from .weights import PlainWeights, ReadableWeights, WeightReceiver, lay_out_by_input
 
-_CPU_OPERATIONS, _LEAST_ROWS = 5e10, 256
+_CPU_OPERATIONS, _LEAST_ROWS = 1e11, 256
 """Multiplications and additions of one step with prompts on a CPU, about a second of a core, so that nobody waits long
 for it; and the least rows all the same."""
 
@@ -269,6 +270,10 @@ class NativeEngine(ReadableWeights):
     def _fail(self, error: Exception) -> None:
         """All requests in flight end with a failed step."""
         get_logger().error("native engine: a step failed; all requests in flight end with it", exc_info=error)
+        self._drawings.clear()  # they follow on what was not taken in: nobody gets them
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # of the device itself, which is known by now
+                torch.cuda.current_stream(self.device).synchronize()
         self._obstacle["failure"] = (
             f"a step with the weights of version {self.version} failed with {type(error).__name__}: {error}"
         )

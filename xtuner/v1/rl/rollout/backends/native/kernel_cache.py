@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.ops.cpu import bits, large_pages
+from xtuner.v1.ops.cpu import bits
 from xtuner.v1.ops.simd import LANES
 
 from . import kernels
@@ -213,6 +213,7 @@ class KernelCache(Cache):
         layers, heads, dim = self._shape
         angles = self._model.rotary(torch.arange(length))
         cos, sin = (t.reshape(length, dim // 2).numpy() for t in (angles.cos, angles.sin))
-        keys = large_pages((rows, layers, heads, length // LANES, dim, LANES), self._dtype)
-        values = large_pages((rows, layers, heads, length, dim), self._dtype)
+        # From torch, whose memory begins where vectors should.
+        keys = torch.zeros(rows, layers, heads, length // LANES, dim, LANES, dtype=self._dtype)
+        values = torch.zeros(rows, layers, heads, length, dim, dtype=self._dtype)
         return kernels.Cache(bits(keys), bits(values), cos, sin)
