@@ -100,7 +100,7 @@ class RLColocateTrainer:
         last, syncing, evaluating = step == self.total_steps, self._syncs(step), self._evaluates(step)
         with timer("produce_batch"):
             batch = await self._with_engines(
-                lambda: self.manager.produce_batch(self.cfg.train_batch_size, step, self.model_step)
+                lambda: self.manager.produce_batch(self.cfg.train_batch_size, step, self.model_step), step - 1
             )
         with timer("verify_weights"):
             compared, probe = await self._verify_weights(), await self.canary.ask(self.rollout, self.model_step)
@@ -135,17 +135,16 @@ class RLColocateTrainer:
             self.finish_step(step, metrics)
         return metrics
 
-    async def _with_engines(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do this, which generates; if no engine is left, once more after all have got their weights again: servers
-        that died may have lost them."""
+    async def _with_engines(self, work: Callable[[], Awaitable[T]], version: int) -> T:
+        """Do this, which generates; if no engine is left, once more after all have got the trainer's weights, which are
+        of this version: servers that died may have lost theirs."""
         assert self.rollout is not None
         try:
             return await work()
         except NoWorkerLeftError as error:
-            logger.error(f"{error}\nThe engines get the weights of version {self.model_step} again.")
+            logger.error(f"{error}\nThe engines get the weights of version {version}.")
             await self._to_training(keep_weights=False)
-            await self._to_rollout(self.model_step)
-            await self.rollout.health()
+            await self._to_rollout(version)
             return await work()
 
     def _syncs(self, step: int) -> bool:
@@ -210,6 +209,7 @@ class RLColocateTrainer:
             await self.on_workers("offload")
         await self.rollout.wake(("kv_cache",))
         if version is not None:
+            await self.rollout.health()  # an engine that had lost its weights serves again
             await self._verify_weights()
 
     async def _verify_weights(self) -> dict[str, float]:
@@ -245,7 +245,7 @@ class RLColocateTrainer:
         return room
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        result = await self._with_engines(lambda: self.evaluator.evaluate(step, self.model_step))
+        result = await self._with_engines(lambda: self.evaluator.evaluate(step, self.model_step), step)
         groups = [[state] for state in result.states]
         write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups)
         return {f"eval/{k}": v for k, v in result.metrics.items()}

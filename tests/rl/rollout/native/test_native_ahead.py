@@ -1,6 +1,8 @@
 """Steps that begin before the host has taken in the last ones: same answers, and nothing leaks."""
 
 import asyncio
+import dataclasses
+import itertools
 
 import pytest
 from native_models import VOCAB, AheadRunner, prompt, request, run, started
@@ -142,4 +144,30 @@ def test_logits_that_are_not_finite_end_all_with_the_reason(model_path):
     outputs = asyncio.run(main())
     assert {o.finish_reason for o in outputs} == {"error"} and all("not finite" in o.error for o in outputs)
     assert not ahead._drawings and not asyncio.run(ahead.health())
+    check_empty(ahead)
+
+
+def test_nobody_gets_what_was_drawn_behind_a_step_that_failed(model_path):
+    """Its tokens would stand in the place of those that are lost."""
+    plain, ahead, runner = engines(model_path)
+    requests = [request(i, prompt(i), max_tokens=40 + i, min_tokens=40 + i) for i in range(24)]
+    whole = run(plain, *requests)
+
+    def fail() -> list:
+        raise FloatingPointError("one log-prob is not finite")
+
+    take_in, turns = ahead._take_in, itertools.count(1)
+
+    def taking_in(leave: int = 0) -> None:
+        # Two are in flight; the tokens of the second one would end some sequences if they came now.
+        if len(ahead._drawings) == 2 and next(turns) == 5:
+            ahead._drawings[0] = dataclasses.replace(ahead._drawings[0], take_in=fail)
+        take_in(leave)
+
+    ahead._take_in = taking_in
+    outputs = run(ahead, *requests)
+    assert next(turns) > 5 and runner.calls_ahead > 0
+    assert {o.finish_reason for o in outputs} == {"error"}
+    for output, other in zip(outputs, whole, strict=True):
+        assert 20 < len(output.token_ids) and output.token_ids == other.token_ids[: len(output.token_ids)]
     check_empty(ahead)

@@ -55,7 +55,7 @@ def send_weights(
             if index >= _SLOTS:
                 _expect_index(line, "taken", index - _SLOTS)
             places, size = lay_out(bucket)
-            last = slots[index % _SLOTS]
+            last, slots[index % _SLOTS] = slots[index % _SLOTS], None
             slot = slots[index % _SLOTS] = _room(last, size, memory, device, group)
             pack(bucket, places, slot.memory)
             slot.flush()

@@ -159,8 +159,10 @@ class LMDeployEngine(ServedEngine):
         started without weights wakes up only if it was put to sleep."""
         if "kv_cache" not in self._asleep:
             await self.release({"weights", "kv_cache"})
-            self._asleep.add("kv_cache")
+            self._asleep |= {"weights", "kv_cache"}
+        if "weights" in self._asleep:
             await self.resume({"weights"})
+            self._asleep.discard("weights")
 
     async def has_weights(self) -> None:
         if "kv_cache" in self._asleep and "kv_cache" not in self._obstacle:
