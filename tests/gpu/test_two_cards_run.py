@@ -36,7 +36,7 @@ def config(tmp_path_factory) -> Path:
 def test_three_steps_on_two_cards_are_those_of_one(config, mode):
     """Engines draw by the request, whichever card serves it.
 
-    Exact mode: the first step is the same to the bit, and its loss but for the order of a sum. Gradients are of
+    Exact mode: the first step is the same token by token, and its loss but for the order of a sum. Gradients are of
     bfloat16 activations in other packs and are summed in bfloat16: each number errs by up to 2^-9, the norm by less.
     The update then moves some weights whose gradients are near 0 the other way, by 2e-6 where neighbours in bfloat16
     are 1e-4 apart, so a few of them round otherwise: in the second step log-probs differ in the third digit and a
