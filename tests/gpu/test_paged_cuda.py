@@ -137,7 +137,10 @@ def test_logprobs_are_the_trainers_however_the_cache_is_used(model_path, dtype, 
         engine._runner = PagedRunner(engine._model, engine._cache, use_graphs=False)
     if variant == "tight":
         engine._cache.set_budget(14 * PAGE * engine._cache.row_bytes)
+    begin, aheads = engine._runner.begin_decode, []
+    engine._runner.begin_decode = lambda *args: aheads.append(args[2]) or begin(*args)
     outputs = _run(engine, requests, delay=7 if variant == "late" else 0)
+    assert any(aheads) and not all(aheads)
     _check_logprobs(model_path, dtype, requests, outputs, tolerance)
     if variant == "again":
         before, hits = engine._runner.prefilled_rows, engine._cache.hits
