@@ -25,7 +25,7 @@ tiles' factors. Meanwhile the next ones are asked for, which have a long way."""
 _ROWS = 64
 """Rows of factors that stay there."""
 
-_ZERO = np.float32(0)
+_ZERO, _ALIGNED = np.float32(0), 4 * LANES
 _INT, _INT32, _BYTES, _FLOATS = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer(), ir.FloatType().as_pointer()
 _VECTOR, _SHORTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(16), LANES)
 _HALVES = ir.VectorType(ir.HalfType(), 2 * LANES)
@@ -70,7 +70,7 @@ _room_for_panel, _room_for_sums = _room_of(_DEPTH * PANEL), _room_of(_ROWS * 2 *
 @intrinsic
 def _read(typing_context: Any, numbers: Any, at: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return builder.load(builder.bitcast(builder.gep(values[0], [values[1]]), _VECTOR.as_pointer()), align=64)
+        return builder.load(builder.bitcast(builder.gep(values[0], [values[1]]), _VECTOR.as_pointer()), align=_ALIGNED)
 
     return vector(_numbers, types.int64), generate
 
@@ -79,7 +79,7 @@ def _read(typing_context: Any, numbers: Any, at: Any) -> Any:
 def _write(typing_context: Any, numbers: Any, at: Any, value: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         place = builder.bitcast(builder.gep(values[0], [values[1]]), _VECTOR.as_pointer())
-        builder.store(values[2], place, align=64)
+        builder.store(values[2], place, align=_ALIGNED)
         return context.get_dummy_value()
 
     return types.void(_numbers, types.int64, vector), generate
@@ -98,7 +98,7 @@ def _panel_rows(typing_context: Any, weight: Any, at: Any, rows: Any, room: Any)
                 at = builder.add(builder.mul(loop.index, _INT(PANEL)), _INT(v * LANES))
                 shorts = builder.load(builder.bitcast(builder.gep(source, [at]), _SHORTS.as_pointer()), align=2)
                 target = builder.bitcast(builder.gep(values[3], [at]), _VECTOR.as_pointer())
-                builder.store(emit_widened(builder, shorts), target, align=64)
+                builder.store(emit_widened(builder, shorts), target, align=_ALIGNED)
         return values[3]
 
     return _numbers(weight, types.int64, types.int64, _numbers), generate
@@ -139,7 +139,6 @@ def _generate_tile(
         builder.module, ir.FunctionType(ir.VoidType(), [_BYTES, *[_INT32] * 3]), "llvm.prefetch.p0i8"
     )
     tile = [(r, v) for r in range(height) for v in range(_VECTORS)]
-
     width = 2 * PANEL if halves else PANEL
 
     def vector_at(base: Any, numbers: int, kind: Any) -> Any:
@@ -149,7 +148,7 @@ def _generate_tile(
         return vector_at(builder.gep(values[6], [values[7]]), r * width + v * LANES, _VECTOR)
 
     a_rows = [builder.gep(a, [builder.mul(a_step, _INT(r))]) for r in range(height)]
-    starts = [ir.Constant(kind, None) if halves else builder.load(sum_at(r, v), align=64) for r, v in tile]
+    starts = [ir.Constant(kind, None) if halves else builder.load(sum_at(r, v), align=_ALIGNED) for r, v in tile]
     before, loop, end = builder.block, *(builder.append_basic_block(name) for name in ("depth", "depth_end"))
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -171,13 +170,13 @@ def _generate_tile(
     builder.position_at_end(end)
     for (r, v), total in zip(tile, totals, strict=True):
         if not halves:
-            builder.store(total, sum_at(r, v), align=64)
+            builder.store(total, sum_at(r, v), align=_ALIGNED)
             continue
         for first in (0, LANES):
             lanes = ir.Constant(ir.VectorType(_INT32, LANES), list(range(first, first + LANES)))
             numbers = builder.fpext(builder.shuffle_vector(total, total, lanes), _VECTOR)
             place = sum_at(r, 2 * v + first // LANES)
-            builder.store(builder.fadd(builder.load(place, align=64), numbers), place, align=64)
+            builder.store(builder.fadd(builder.load(place, align=_ALIGNED), numbers), place, align=_ALIGNED)
     return context.get_dummy_value()
 
 
@@ -190,10 +189,9 @@ _tile, _tile_of_few, _tile_4, _tile_2, _tile_1 = (
 def multiply_panel(panel, threads, rows, a, weight, layer, bias, out, rounds):
     """The columns of a panel of out[:rows] = a[:rows, :K] times one layer of packed weights, plus bias.
 
-    a and out are contiguous matrices, out at least as wide as the weights are long; weight [layers,
-    panels, K, width] is float32, or int16 with the bits of bfloat16; bias [layers, N], or [layers, 0]. With `rounds`
-    results are rounded to bfloat16. A number's bits depend on its own row and column alone. `threads` take panels in
-    turn.
+    a and out are contiguous matrices, out at least as wide as the weights are long; weight [layers, panels, K, width]
+    is float32, or int16 with the bits of bfloat16; bias [layers, N], or [layers, 0]. With `rounds` results are rounded
+    to bfloat16. A number's bits depend on its own row and column alone. `threads` take panels in turn.
 
     uint16: the bits of float16. Then a is of pairs, see `pair_row`, and parts of a sum are rounded to float16.
     """

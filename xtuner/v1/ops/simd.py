@@ -89,7 +89,7 @@ def load_first(typing_context: Any, array: Any, start: Any, count: Any, rest: An
     """Numbers [start, start + count), at most LANES, and those of `rest` behind them. Nothing else is read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        place, count, rest = _place(context, builder, array, *values[:2]), *values[2:]
+        place, count, rest = _place(context, builder, array, *values[:2]), values[2], values[3]
         if array.dtype == types.float32:
             return emit_load_first(builder, place, count, rest)
         shorts = emit_load_first(builder, place, count, ir.Constant(_SHORTS, None))

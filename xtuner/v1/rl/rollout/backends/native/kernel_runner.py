@@ -46,6 +46,7 @@ _KNOWN = {
 }  # fmt: skip
 """Fields of a model and its attention that the kernels act on. Any other must stand at its default."""
 
+
 def kernel_types() -> list[torch.dtype]:
     """Types of weights that they multiply on this machine."""
     return [torch.float32, torch.bfloat16, *([torch.float16] if MULTIPLIES_FLOAT16 else [])]

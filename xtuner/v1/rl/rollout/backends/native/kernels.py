@@ -128,9 +128,9 @@ class Rows(NamedTuple):
             # An odd number of lines, so that the same columns of all rows find room in a core's nearest memory.
             return (-(-width // 16) | 1) * 16
 
-        numbers = (np.zeros((blocks, count), np.int64) for _ in range(4))
+        slots, places, ids, positions = (np.zeros((blocks, count), np.int64) for _ in range(4))
         return cls(
-            *numbers, floats(count, hidden), floats(count, spread(hidden)),
+            slots, places, ids, positions, floats(count, hidden), floats(count, spread(hidden)),
             floats(count, (m.q_heads + 2 * m.kv_heads) * m.head_dim), floats(count, spread(m.q_heads * m.head_dim)),
             floats(count, 2 * m.inner), floats(count, spread(m.inner)), floats(count, m.vocab),
             floats(shares, m.q_heads // m.kv_heads, length),
