@@ -1,10 +1,11 @@
 """Where a decode step of the CPU engine goes: every part alone, beside the operations and bytes that it must take.
 
     python benchmarks/rollout_cpu_parts.py [--shape smollm2-135m] [--batch 32] [--length 56] [--threads 2] [--rounds 20]
+        [--out results.jsonl]
 
-Every part runs over all layers, as in a step, so that weights come from where they come from there. Prints, for every
-type, the best of the rounds in milliseconds. Bytes are of weights, and of keys and values. The bounds are from rates of
-this machine: of products that stay in the cores' own memory, and of one pass over weights.
+Every part runs over all layers, as in a step, so that weights come from where they come from there. Prints JSON
+rows, for every type: the best of the rounds in milliseconds. Bytes are of weights, and of keys and values. The bounds
+are from rates of this machine: of products that stay in the cores' own memory, and of one pass over weights.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from random_model import write_random_model
+from rows import Rows
 
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.ops.jit import kernel, part
@@ -247,35 +250,39 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=56, help="tokens of each sequence")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    rows = Rows("rollout_cpu_parts", "cpu", args.out)
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_model(Path(folder) / "model", args.shape)
         for dtype in kernel_types():
-            report(Parts(path, dtype, args.batch, args.length, args.threads), args.rounds)
+            report(rows, args.shape, Parts(path, dtype, args.batch, args.length, args.threads), args.rounds)
 
 
-def report(parts: Parts, rounds: int) -> None:
+def report(rows: Rows, shape: str, parts: Parts, rounds: int) -> None:
+    """A row for each part, with its operations and bytes; for the step, with what it takes at least for either."""
     w = parts.runner._weights
     assert w is not None
+    kind = str(parts.runner.model.head_weight().dtype).removeprefix("torch.")
+    label = f"{shape}, {parts.batch} sequences of {parts.length} tokens"
+
+    def add(part: str, seconds: float, **more: Any) -> None:
+        rows.add(label, f"{kind}, {part}", "best", 1e3 * seconds, "ms", rounds=rounds, **more)
+
     multiplying, reading = rates(parts.threads, w.gate_up, rounds)
-    print(f"{parts.runner.model.head_weight().dtype}, {parts.batch} sequences of {parts.length} tokens")
-    print(f"  this machine: {multiplying / 1e9:.0f} GFLOP/s in a core's memory, {reading / 1e9:.1f} GB/s of weights")
-    total = [0.0] * 3
-    for name, (call, operations, size) in parts.calls().items():
-        seconds = best(call, rounds)
-        rate = f"{operations / seconds / 1e9:5.0f} GFLOP/s {size / seconds / 1e9:5.1f} GB/s" if size else ""
-        print(f"  {name:10} {1e3 * seconds:6.2f} ms  {operations / 1e9:5.2f} GFLOP {size / 1e6:6.1f} MB  {rate}")
-        total = [a + b for a, b in zip(total, (seconds, operations, size), strict=True)]
-    print(f"  {'sum':10} {1e3 * total[0]:6.2f} ms  {total[1] / 1e9:5.2f} GFLOP {total[2] / 1e6:6.1f} MB")
-    bounds = 1e3 * total[1] / multiplying, 1e3 * total[2] / reading
-    print(f"  at least {bounds[0]:.1f} ms for the operations, {bounds[1]:.1f} ms for the bytes")
-    print(f"  step       {1e3 * best(parts.step, rounds):6.2f} ms")
-    print(f"  prefill    {1e3 * best(parts.prefill, 1):6.2f} ms for {parts.batch} prompts of {_PROMPT} tokens")
-    print(f"  all products of a step by torch: {1e3 * best(torch_products(parts), rounds):.2f} ms")
+    operations = num_bytes = 0.0
+    for name, (call, wanted, size) in parts.calls().items():
+        add(name, best(call, rounds), operations=wanted, bytes=size)
+        operations, num_bytes = operations + wanted, num_bytes + size
+    add(
+        "step", best(parts.step, rounds), operations=operations, bytes=num_bytes,
+        least_ms_for_operations=1e3 * operations / multiplying, least_ms_for_bytes=1e3 * num_bytes / reading,
+    )  # fmt: skip
+    add(f"prefill of {parts.batch} prompts of {_PROMPT} tokens", best(parts.prefill, 1))
+    add("all products of a step by torch", best(torch_products(parts), rounds))
     regions = 1000
-    one = best(lambda: _regions(regions, parts.ends, parts.threads), rounds) / regions
-    print(f"  to call the threads and wait for them, once: {1e6 * one:.2f} us")
+    add("a call of the threads", best(lambda: _regions(regions, parts.ends, parts.threads), rounds) / regions)
 
 
 if __name__ == "__main__":
