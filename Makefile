@@ -21,12 +21,13 @@ setup: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
+ENGINE_TESTS ?= tests/engines
 # Two at a time: starting one keeps a core busy. Their models are too small for more threads.
 test-engines: $(VENV)/.dev
 	$(MAKE) --keep-going --jobs=2 --output-sync=target $(ENGINES:%=test-%)
 
 $(ENGINES:%=test-%): test-%: $(VENV)/.dev
-	OMP_NUM_THREADS=1 XTUNER_TEST_ENGINES=$* $(BIN)/python -m pytest tests/engines --durations=5
+	OMP_NUM_THREADS=1 XTUNER_TEST_ENGINES=$* $(BIN)/python -m pytest $(ENGINE_TESTS) --durations=5
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
