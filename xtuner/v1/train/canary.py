@@ -26,20 +26,21 @@ class Canary:
     def __init__(self, cfg: "RLColocateTrainerConfig"):
         self._cfg, self._model = cfg, cfg.train_worker_cfg.model_cfg
         self.due = False
-        """Whether weights came that no probe has seen."""
+        """Whether some engine has weights that it was not asked about."""
 
     async def ask(self, rollout: RolloutController, version: int) -> Probe | None:
         """What the engines, which have weights of `version`, say to the fixed prompt; None if none is due."""
         worker = self._cfg.train_worker_cfg
         if not (self.due and worker.weight_canary.enabled):
             return None
-        self.due = False
         length = _PROMPT if rollout.config.backend == "native" else _LONG_PROMPT
         request = probe_request(self._model.vocab_size, length, min(rollout.context_length, worker.pack_max_length))
         if request is None:
+            self.due = False
             return None
         outputs = await rollout.ask_engines(request)
         answered = {name: output for name, output in outputs.items() if output.token_ids and output.logprobs}
+        self.due = len(answered) < len(outputs)
         for name in outputs.keys() - answered.keys():
             problem = outputs[name].error or f"it has no tokens ({outputs[name].finish_reason})"
             get_logger().warning(f"{name} did not answer the canary: {problem}")
