@@ -32,7 +32,7 @@ def test_the_library_reads_what_was_written(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of the process")
 def test_no_second_copy_in_memory(tmp_path):
     size = 32 * 2**20
-    tensors = {str(i): torch.ones(size // 2).view(-1, 2)[:, :1] for i in range(4)}  # none can be written as it lies
+    tensors = {str(i): torch.ones(size // 2).view(-1, 2)[:, :1] for i in range(8)}  # none can be written as it lies
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
 
     def peak() -> int:
@@ -40,4 +40,4 @@ def test_no_second_copy_in_memory(tmp_path):
 
     before = peak()
     write_tensor_file(tmp_path / "x.safetensors", tensors, {})
-    assert peak() - before < 2 * size
+    assert peak() - before < 4 * size  # one or two at a time, of eight
