@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that hold an element's pattern, by its bytes."""
 _CHUNK = 1 << 18
 
 
@@ -30,7 +31,7 @@ def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tenso
     weights, total = _weights(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for part in tensor.detach().reshape(-1).split(_CHUNK):
-        bits = part.to(dtype).view(_INTEGERS[dtype.itemsize]).to(torch.int64)
+        bits = part.to(dtype).view(INTEGERS[dtype.itemsize]).to(torch.int64)
         if dtype.itemsize < 8:
             bits &= mask
         if start:

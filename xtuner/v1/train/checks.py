@@ -9,7 +9,7 @@ from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
-from xtuner.v1.rl.rollout.backends.native.engine import read_eos_ids
+from xtuner.v1.rl.rollout.backends.native.requests import read_eos_ids
 from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xtuner.v1.data_proto import WeightBucket
-from xtuner.v1.ops.bit_sums import bit_sums
+from xtuner.v1.ops.bit_sums import INTEGERS, bit_sums
 
 from .inventory import some
 
@@ -18,7 +18,6 @@ SumsBy = Literal["weight", "module"]
 SumOf = tuple[int, int]
 """A sum of bits and the number of elements that it is of."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.[^.]+")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StaleWeightsError(RuntimeError):
@@ -137,5 +136,5 @@ def _not_told_apart(by: SumsBy) -> str:
 
 def _pattern_sums(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """int64 [n]: sums of the elements' patterns as signed integers, the same in any order and layout."""
-    kind = _INTEGERS[dtype.itemsize]
+    kind = INTEGERS[dtype.itemsize]
     return torch.stack([t.to(dtype).contiguous().view(kind).sum(dtype=torch.int64) for t in tensors])

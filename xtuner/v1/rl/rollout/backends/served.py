@@ -18,7 +18,7 @@ from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
-from .native.engine import read_eos_ids
+from .native.requests import read_eos_ids
 from .options import engine_options, engine_python, inherited_environment, installed_version
 from .request_checks import objection
 from .server import EngineServer, ServerDied, ServerError, ServerRefused
@@ -293,7 +293,7 @@ class ServedEngine(ABC):
             raise
         finally:
             self._in_flight.discard(request.request_id)
-        self._restarts = 0
+        self._restarts, self._silent_since = 0, None
         output.weight_versions = [version] * len(output.token_ids)
         return output
 

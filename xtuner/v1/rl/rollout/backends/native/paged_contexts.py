@@ -1,5 +1,7 @@
 """Attention of rows whose keys and values go to pages: whole prompts, parts of some, and one new row a sequence."""
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor
 
 from xtuner.v1.data_proto import SegmentLayout
@@ -35,7 +37,7 @@ class PagedPrefill:
         return self._packed.attend(layer, q, k, v, scale, window, sinks)
 
 
-class _OverPages:
+class _OverPages(ABC):
     """New rows, whose keys and values go to the pages first, against what is there."""
 
     places: Tensor
@@ -55,11 +57,11 @@ class _OverPages:
         store_rows(k, v, self.new_rows(layer))
         return self.attend_stored(layer, q, scale, window, sinks)
 
+    @abstractmethod
     def attend_stored(
         self, layer: int, q: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """See `ReadsPages`."""
-        raise NotImplementedError
 
 
 class PagedChunks(_OverPages):
