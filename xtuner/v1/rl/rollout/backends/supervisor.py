@@ -45,12 +45,13 @@ def main(owner: int, folder: str, command: list[str]) -> int:
             # What a process of the server had that is gone by now is still there.
             shared, looked = set(filter(os.path.exists, shared)) | _shared_memory(), time.monotonic()
     shared |= _shared_memory()
-    if server.poll() is None and os.getppid() == owner:
+    died = server.poll() is not None
+    if not died and os.getppid() == owner:
         server.terminate()
         deadline = time.monotonic() + _GRACE_S
         while server.poll() is None and os.getppid() == owner and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-    why = "it was asked to" if asked else "its owner is gone" if os.getppid() != owner else "by itself"
+    why = "by itself" if died else "it was asked to" if asked else "its owner is gone"
     _kill_all(server)
     print(f"supervisor: the server ended, {why}, with exit code {server.returncode}.", file=sys.stderr, flush=True)
     for path in shared:  # it has a name, and outlives all that use it
