@@ -157,8 +157,12 @@ def test_killed_asleep_it_comes_back_with_the_next_weights(engines, engine):
     assert_serves(engines, engine, update(engines, engine, 2, 41), 41)
 
 
-def test_a_driver_that_is_killed_in_generation_leaves_nothing_and_another_run_alone(engines, engine, tmp_path):
-    """Nobody tells its server. Both begin at the same port, and one is there already."""
+@pytest.mark.parametrize("supervisor_too", [False, True], ids=["driver", "driver and supervisor"])
+def test_a_driver_that_is_killed_in_generation_leaves_nothing_and_another_run_alone(
+    engines, engine, supervisor_too, tmp_path
+):
+    """Nobody tells its server. Both begin at the same port, and one is there already. Of a supervisor that is killed
+    too, files may stay."""
     folder = update(engines, engine, 0, 50)
     mine = running(descendants(engine.server.pid))
     program = f"""
@@ -187,13 +191,21 @@ with asyncio.Runner() as runner:
     assert len(pids) > 2 and Path(home).is_dir() and shared
     assert int(port) != engine.server.port
     assert_serves(engines, engine, folder, 50)
+    if supervisor_too:
+        os.kill(int(supervisor), signal.SIGKILL)
     driver.kill()
     driver.wait()
+    left = (home, *shared)
     deadline = time.monotonic() + 60
-    while (running(pids) or Path(home).exists()) and time.monotonic() < deadline:
+    while (running(pids) or (any(map(os.path.exists, left)) and not supervisor_too)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert running(pids) == set() and not Path(home).exists()
-    assert not [path for path in shared if Path(path).exists()]
+    try:
+        assert running(pids) == set()
+        assert supervisor_too or not [path for path in left if Path(path).exists()]
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+        for path in shared:
+            Path(path).unlink(missing_ok=True)
     assert running(descendants(engine.server.pid)) == mine
     assert_serves(engines, engine, folder, 50)
 

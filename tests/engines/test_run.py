@@ -55,9 +55,9 @@ def killing(send_weights: Callable[..., None], others: set[int]) -> Callable[...
 def test_a_run_whose_engine_dies_twice_trains_on_and_generates_with_every_step_s_weights(
     engine_name, transport, kills, models, tmp_path, monkeypatch
 ):
-    """After the first of 12 samples of step 2, when the others may have come too, and after the last of step 3, before it
-    sleeps and gets new weights. With weights through memory, which it gets again from the trainer in the middle of the
-    step: the second time in the update."""
+    """After the first of 12 samples of step 2, when the others may have come too, and after the last of step 3, before
+    it sleeps and gets new weights. With weights through memory, which it gets again from the trainer in the middle of
+    the step: the second time in the update."""
     if engine_name == "lmdeploy":
         pytest.skip("a run with it needs a GPU: tests/gpu/test_engines_cuda.py")
     if transport == "ipc":

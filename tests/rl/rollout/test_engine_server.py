@@ -4,9 +4,12 @@ has left its process group."""
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -183,6 +186,53 @@ def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
     driver.wait()
     assert gone(*map(int, pids))
     assert not Path(home).exists()
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing_in_its_session(tmp_path):
+    server = make(tmp_path)
+
+    async def life():
+        first = await start(server)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerDied):
+            await server.post("/facts")
+        second = await start(server)
+        assert gone(first["pid"], first["mortal"]) and second["cwd"] == first["cwd"]
+        os.kill(server.pid, signal.SIGKILL)
+        await server.stop()
+        os.kill(first["child"], signal.SIGKILL)  # they have left the session
+        os.kill(second["child"], signal.SIGKILL)
+        return second
+
+    second = asyncio.run(life())
+    assert gone(second["pid"], second["mortal"])
+
+
+def test_who_kills_all_that_is_called_python_does_not_kill_the_supervisor(tmp_path):
+    server = make(tmp_path)
+
+    async def life():
+        await start(server)
+        assert Path(f"/proc/{server.pid}/comm").read_text() == "xtuner-engine\n"
+        await server.stop()
+
+    asyncio.run(life())
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_passed_over(tmp_path, monkeypatch):
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    server = make(tmp_path)
+
+    async def life():
+        facts = await start(server)
+        with socket.socket(socket.AF_UNIX) as longest:
+            longest.bind(f"{facts['tmp']}/{uuid.uuid4()}")
+        assert not list(deep.iterdir())
+        await server.stop()
+
+    asyncio.run(life())
 
 
 def test_two_that_look_for_a_port_at_once_find_two(tmp_path):

@@ -2,9 +2,11 @@
 goes on with the current weights."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,17 +20,18 @@ from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier
 from xtuner.v1.rl.rollout.backends.served import ServedEngine
 from xtuner.v1.rl.rollout.backends.server import ServerDied, ServerError, ServerRefused
 from xtuner.v1.rl.rollout.worker import RolloutConfig
+from xtuner.v1.rl.weight_update import EngineLostError
 
 PROGRAM = r"""
 import http.server, json, sys, threading
-weights, aborted = 0, threading.Event()
+weights, asleep, aborted = 0, set(), threading.Event()
 class Handler(http.server.BaseHTTPRequestHandler):
     def say(self, status, body):
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
     def do_GET(self):
-        self.say(200, None)
+        self.say(200, sorted(asleep))
     def do_POST(self):
         global weights
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
@@ -43,6 +46,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             if self.path == "/abort":
                 aborted.set()
+            if self.path == "/release":
+                asleep.update(body)
+            if self.path == "/resume":
+                asleep.difference_update(body)
             self.say(200, None)
     def log_message(self, *args):
         pass
@@ -85,10 +92,10 @@ class Engine(ServedEngine):
         return True
 
     async def release(self, tags):
-        await self.post("/release")
+        await self.post("/release", sorted(tags))
 
     async def resume(self, tags):
-        await self.post("/resume")
+        await self.post("/resume", sorted(tags))
 
     # ---- for the tests ----
 
@@ -97,6 +104,12 @@ class Engine(ServedEngine):
         """The server's."""
         (child,) = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return int(child)
+
+    @property
+    def asleep(self) -> set[str]:
+        """What the server says."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}/asleep") as answer:
+            return set(json.load(answer))
 
     def hang(self) -> None:
         os.kill(self.process, signal.SIGSTOP)
@@ -281,14 +294,51 @@ def test_one_that_hangs_in_its_sleep_gives_its_memory_back_and_wakes_as_another(
         assert engine.server.alive == (when == "wake")  # dead, it has nothing of the device
         if when == "wake":
             engine.hang()
-        await engine.wake(("weights",))
-        assert engine.process != before
+        with pytest.raises(EngineLostError, match="its process is gone"):
+            await engine.wake(("weights",))
+        assert not engine.server.alive and await engine.health()  # the device is the trainer's
         engine.call_s = 30
+        await engine.revive()
+        assert engine.process != before and engine.asleep == {"weights", "kv_cache"}
+        await engine.wake(("weights",))
+        assert engine.asleep == {"kv_cache"}
         await engine.update(8)
         await engine.wake(("kv_cache",))
         assert await engine.token() == (8, [8])
 
     run(scenario, device="cuda", health_check_timeout_seconds=0.5)
+
+
+def test_one_that_dies_awake_with_its_weights_alone_waits_for_the_device(run):
+    async def scenario(engine):
+        await engine.sleep()
+        await engine.wake(("weights",))
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        with pytest.raises(EngineLostError, match="its process is gone"):
+            await engine.update(8)
+        assert not engine.server.alive
+        await engine.revive()
+        before = engine.process
+        await engine.revive()  # nothing is left to do
+        assert engine.process == before and engine.asleep == {"weights", "kv_cache"}
+        await engine.wake(("weights",))
+        await engine.update(8)
+        await engine.wake(("kv_cache",))
+        assert await engine.token() == (8, [8]) and engine.asleep == set()
+
+    run(scenario, device="cuda")
+
+
+def test_one_that_dies_asleep_is_there_when_its_cache_is_to_wake(run):
+    async def scenario(engine):
+        await engine.sleep(("kv_cache",))
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        await engine.wake(("kv_cache",))
+        assert await engine.token() == (7, [7]) and engine.asleep == set()
+
+    run(scenario, device="cuda")
 
 
 def test_one_that_cannot_come_back_says_so_with_its_last_lines(run):

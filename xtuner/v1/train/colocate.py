@@ -197,11 +197,13 @@ class RLColocateTrainer:
         """The device goes back: engine awake, with new weights if `version` is given."""
         assert self.rollout is not None
         if version is not None:
-            await self.rollout.wake(("weights",))
             try:
                 await self._push(version)
             except EngineLostError as error:
-                logger.error(f"{error}\nThe engines get the weights of version {version} once more.")
+                logger.error(f"{error}\nIt is started again, and the engines get the weights of version {version}.")
+                await self.on_workers("offload")  # an engine starts on an empty device
+                await self.rollout.revive()
+                await self.on_workers("onload")
                 await self._push(version)
             self.model_step, self.canary.due = version, True
         self.together = self.together or await self._has_room_for_both()
@@ -224,6 +226,7 @@ class RLColocateTrainer:
     async def _push(self, version: int) -> None:
         """New weights for all engines. Gathering is collective: nothing is left under way if one of them is lost."""
         assert self.rollout is not None
+        await self.rollout.wake(("weights",))
         targets = zip(self.workers, self.rollout.worker_names, strict=True)
         pushes = [asyncio.ensure_future(h.call("push_weights", name, version)) for h, name in targets]
         try:

@@ -18,7 +18,7 @@ from .replicas import Replica, ReplicaPool
 
 _ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 _START_S = 1800.0
-_LIFECYCLE_S = 600.0
+"""Also for what may have to wait until an engine that died is started again."""
 _ABORT_S = 60.0
 _STOP_S = 30.0
 _MAX_WARNINGS = 20
@@ -160,11 +160,15 @@ class RolloutController:
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Give the device memory back."""
-        await self._broadcast("sleep", _LIFECYCLE_S, tags)
+        await self._broadcast("sleep", _START_S, tags)
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Take the device memory again; weights come back empty."""
-        await self._broadcast("wake", _LIFECYCLE_S, tags)
+        await self._broadcast("wake", _START_S, tags)
+
+    async def revive(self) -> None:
+        """Bring back engines that died asleep, while nobody else uses the devices; they are asleep after that."""
+        await self._broadcast("revive", _START_S)
 
     async def ask_engines(self, request: GenerateRequest) -> dict[str, GenerateOutput]:
         """What each engine in service answers to the same request, by the name of its (first) worker; also while

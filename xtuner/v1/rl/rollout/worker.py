@@ -12,7 +12,7 @@ from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.rl.weight_update import ReadsWeights
 from xtuner.v1.utils import get_logger
 
-from .backends.base import CountsWork, GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
+from .backends.base import ComesBack, CountsWork, GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
 from .config import RolloutConfig
 
 __all__ = ["RolloutConfig", "RolloutWorker"]
@@ -131,6 +131,11 @@ class RolloutWorker:
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         await self.engine.wake(tags)
+
+    async def revive(self) -> None:
+        """Bring back an engine that died asleep, while nobody else uses the device; it is asleep after that."""
+        if isinstance(self.engine, ComesBack):
+            await self.engine.revive()
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._version = -1

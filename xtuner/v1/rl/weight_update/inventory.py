@@ -15,7 +15,7 @@ class WeightUpdateError(RuntimeError):
 
 
 class EngineLostError(WeightUpdateError):
-    """The engine died or hung while it took an update. It takes the next one."""
+    """The engine died or hung asleep or while it took an update. Revived, it takes the next one."""
 
 
 class DeliveryError(RuntimeError):

@@ -88,6 +88,14 @@ class CountsWork(Protocol):
 
 
 @runtime_checkable
+class ComesBack(Protocol):
+    """An engine that can die alone."""
+
+    async def revive(self) -> None:
+        """If it died asleep, start it again and put it to sleep, weights and cache. Nobody else may use the device."""
+
+
+@runtime_checkable
 class StaysAwake(Protocol):
     """An engine that can keep its memory while others use the device, and take updates so."""
 

@@ -39,6 +39,9 @@ class ServedEngine(ABC):
 
     A carrier brings the weights. A server that died comes back with those that it had if the carrier has kept them;
     otherwise the engine cannot serve until the next update. Nothing is given to it before that.
+
+    While the cache is asleep the device is somebody else's: a server that is dead then stays so until `revive`, or
+    until the cache is to wake.
     """
 
     name: str
@@ -178,7 +181,7 @@ class ServedEngine(ABC):
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """On a CPU nothing is given back: the engine only refuses until it is awake, and until weights have come."""
-        wanted = set(tags) - self._obstacle.keys()
+        wanted = set(tags) - self._asleep
         self._refuse_in_flight("sleep")
         if "start" in self._obstacle:
             raise RuntimeError(f"sleep: {self._obstacle['start']}")
@@ -197,16 +200,23 @@ class ServedEngine(ABC):
             await self._end_if_broken(error)
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
-        await self._ensure_alive()
+        device_is_free = "kv_cache" in tags
+        await self._ensure_alive(device_is_free)
         if wanted := self._asleep & set(tags):
             try:
                 await self.resume(wanted)
                 self._asleep -= wanted
             except ServerError as error:  # the next one is awake
                 await self._end_if_broken(error)
-                await self._ensure_alive()
+                await self._ensure_alive(device_is_free)
         for tag in tags:
             self._obstacle.pop(tag, None)
+
+    async def revive(self) -> None:
+        """See `ComesBack`."""
+        if not self.server.alive:
+            await self._ensure_alive(device_is_free=True)
+            await self.sleep()
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._refuse_in_flight("update_weights")
@@ -400,10 +410,13 @@ class ServedEngine(ABC):
             await self._ensure_alive()
             await work()
 
-    async def _ensure_alive(self) -> None:
-        """Raises if the server is dead and cannot be brought back."""
+    async def _ensure_alive(self, device_is_free: bool = False) -> None:
+        """Raises if the server is dead and cannot be brought back; EngineLostError if its device is somebody else's."""
         if not self._coming_back() and not self.server.alive:
-            self._bring_back(f"its process is gone. {self.server.last_lines()}")
+            problem = f"its process is gone. {self.server.last_lines()}"
+            if "kv_cache" in self._obstacle and not device_is_free:
+                raise EngineLostError(f"{self.server.name}: {problem}")
+            self._bring_back(problem)
         await self._restart_ended()
         if why := self._obstacle.get("failure") or self._obstacle.get("start"):
             raise RuntimeError(f"{self.server.name}: {why}")

@@ -23,6 +23,9 @@ _DEATH_S = 2.0
 """From a broken connection to the end of a process that dies."""
 _TAIL_LINES, _TAIL_BYTES = 25, 16_384
 _PORTS_TRIED = 100
+_HOME = "xtuner-engine-"
+_SOCKET_BYTES, _SOCKET_TAIL = 107, len(f"/{_HOME}12345678/tmp/") + 48
+"""What the path of a Unix socket may take, and what the servers' own names take of it."""
 
 
 class ServerError(RuntimeError):
@@ -86,7 +89,7 @@ class EngineServer:
         self.key, self._port_claim = key or secrets.token_hex(32), claim_port(self._first_port)
         self.port = self._port_claim.getsockname()[1]
         if self.home is None:
-            self.home = Path(tempfile.mkdtemp(prefix="xtuner-engine-"))
+            self.home = Path(tempfile.mkdtemp(prefix=_HOME, dir=_folder_of_sockets()))
         temporary = self.home / "tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -136,8 +139,9 @@ class EngineServer:
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if process.poll() is None:
-            process.kill()  # the server dies with its supervisor
-            process.wait()
+            process.kill()
+        if process.wait() < 0:  # it was killed: nobody has ended what it looked after
+            _kill_session(process.pid)
 
     async def answers(self, path: str, timeout: float = 10.0) -> bool:
         """Whether it says 200 at `path`."""
@@ -223,6 +227,42 @@ class EngineServer:
         code = None if self._process is None else self._process.poll()
         cause = "" if code is None else f" (exit code {code}{_signal_name(code)})"
         return ServerDied(f"{self.name} {what}{cause}. {self.last_lines()}")
+
+
+def _kill_session(number: int) -> None:
+    """SIGKILL to every process of this session, until none is left."""
+    while pids := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == number]:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.01)
+
+
+def _session(pid: int) -> int | None:
+    """Of a process that runs."""
+    try:
+        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return None
+    return None if state in "ZX" else int(session)
+
+
+def _folder_of_sockets() -> str:
+    """The first folder for temporary files whose path leaves room for the sockets of servers.
+
+    Raises:
+        ServerError: none.
+    """
+    folders = [tempfile.gettempdir(), "/tmp", "/dev/shm"]
+    for folder in folders:
+        if len(os.fsencode(folder)) + _SOCKET_TAIL <= _SOCKET_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise ServerError(
+        f"an engine's sockets need a folder with a path of up to {_SOCKET_BYTES - _SOCKET_TAIL} bytes that can be "
+        f"written to; none of {', '.join(folders)} is one. Set TMPDIR to a short path."
+    )
 
 
 def claim_port(first: int) -> socket.socket:

@@ -14,7 +14,7 @@ import sys
 import time
 from types import FrameType
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _GRACE_S = 2.0
 _POLL_S, _LOOK_S = 0.1, 0.5
 
@@ -28,13 +28,15 @@ def main(owner: int, folder: str, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NAME, b"xtuner-engine", 0, 0, 0)  # who kills all that is called python leaves it to its work
     # What the server's processes leave behind becomes a child of this one, and can be found.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         process_group=0,
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        # Should this process be killed, the server still has the time to end its own.
+        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
     )
     shared: set[str] = set()
     looked = time.monotonic()
