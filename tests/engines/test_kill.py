@@ -15,6 +15,7 @@ import pytest
 
 from xtuner.v1.rl.rollout.backends.served import ServedEngine
 from xtuner.v1.rl.rollout.backends.server import ServerDied, ServerError
+from xtuner.v1.rl.weight_update import EngineLostError
 
 from .helpers import (
     Engines,
@@ -146,11 +147,16 @@ def test_in_the_middle_of_an_update(engines, engine, what, monkeypatch):
     assert_serves(engines, engine, engines.models[2], 31)
 
 
-def test_killed_asleep_it_comes_back_with_the_next_weights(engines, engine):
+def test_killed_asleep_it_comes_back_with_the_next_weights_once_the_device_is_free(engines, engine):
     update(engines, engine, 1, 40)
     engines.run(engine.sleep())
     kill_all(engine)
     assert engines.run(engine.health())
+    with pytest.raises(EngineLostError, match="Last lines of"):
+        engines.run(engine.wake(("weights",)))
+    engines.run(engine.revive())
+    (output,) = engines.generate(engine, request())
+    assert "its cache is asleep" in (output.error or "")
     engines.run(engine.wake())
     (output,) = engines.generate(engine, request())
     assert "update_weights must come first" in (output.error or "")

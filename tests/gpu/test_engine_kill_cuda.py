@@ -1,6 +1,8 @@
-"""A driver that is killed while vLLM generates for it on a GPU: no process stays, and no memory of the device."""
+"""vLLM on a GPU: killed asleep while a trainer has the device, and with a driver that is killed while it generates."""
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,9 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.helpers import descendants, running, write_model
+from tests.engines.helpers import Engines, buckets, descendants, logprobs_of, prompt, request, running, write_model
+from tests.gpu.test_engines_cuda import OPTIONS
+from xtuner.v1.rl.weight_update import EngineLostError
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not any(True for _ in distributions(name="vllm")), reason="vllm is not installed"),
+]
 GIB = 2**30
 PROGRAM = """
 import asyncio, sys
@@ -40,8 +47,6 @@ def used() -> float:
 
 
 def test_a_driver_that_is_killed_leaves_nothing_on_the_device(tmp_path):
-    if not any(True for _ in distributions(name="vllm")):
-        pytest.skip("vllm is not installed")
     model = write_model(tmp_path / "model", 0, std=0.06, hidden_size=256)
     torch.zeros(1, device="cuda")
     before = used()
@@ -60,3 +65,44 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_device(tmp_path):
         time.sleep(0.05)
     print(f"{held:.1f} GiB were held; {time.monotonic() - start:.1f} s later {used() - before:.2f} GiB are", flush=True)
     assert running(pids) == set() and not Path(home).exists() and used() < before + 0.1
+
+
+def test_killed_asleep_it_starts_when_the_trainer_has_left_the_device(tmp_path):
+    model = write_model(tmp_path / "model", 0, std=0.06, hidden_size=256)
+    of_the_trainer = int(0.5 * torch.cuda.mem_get_info()[1])
+
+    def leave() -> None:
+        nonlocal held
+        held = None
+        torch.cuda.empty_cache()
+
+    with asyncio.Runner() as runner:
+        engines = Engines("vllm", [model], tmp_path / "logs", runner, device="cuda")
+        try:
+            engine = engines.start(
+                skip_load_weights=True, gpu_memory_utilization=0.6, extra_rollout_config=OPTIONS["vllm"]
+            )
+            engines.run(engine.update_weights(buckets(model, 5), 1))
+            engines.run(engine.sleep())
+            held: torch.Tensor | None = torch.empty(of_the_trainer, dtype=torch.uint8, device="cuda")
+            for pid in descendants(engine.server.pid) - {engine.server.pid}:
+                os.kill(pid, signal.SIGKILL)
+            start = time.monotonic()
+            with pytest.raises(EngineLostError, match="its process is gone"):
+                engines.run(engine.wake(("weights",)))
+            assert time.monotonic() < start + 20
+            leave()
+            asleep = used()
+            engines.run(engine.revive())
+            print(f"revived within {time.monotonic() - start:.1f} s, asleep with {used() - asleep:.2f} GiB", flush=True)
+            held = torch.empty(of_the_trainer, dtype=torch.uint8, device="cuda")
+            engines.run(engine.wake(("weights",)))
+            engines.run(engine.update_weights(buckets(model, 5), 2))
+            leave()
+            engines.run(engine.wake(("kv_cache",)))
+            (output,) = engines.generate(engine, request(0, temperature=0.8, max_tokens=40))
+            expected = logprobs_of(model, prompt(0), output, 0.8)
+            assert float((torch.tensor(output.logprobs) - expected).abs().mean()) < 0.05
+            assert set(output.weight_versions) == {2}
+        finally:
+            engines.run(engines.stopped())
