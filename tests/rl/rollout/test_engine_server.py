@@ -40,6 +40,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if known else 401)
         self.end_headers()
     def do_POST(self):
+        if self.path == "/close":
+            server.socket.close()
+            time.sleep(600)
+        if self.path == "/slow":
+            time.sleep(5)
         if self.path == "/die":
             os.kill(os.getpid(), signal.SIGKILL)
         self.send_response(500 if self.path == "/error" else 200)
@@ -50,7 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 print("serving with", os.environ["KEY"], flush=True)
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+server.serve_forever()
 """
 
 
@@ -158,6 +164,21 @@ def test_errors_of_a_server_that_lives(tmp_path):
 
     facts = asyncio.run(life())
     assert gone(facts["pid"], facts["child"])
+
+
+def test_a_call_ends_with_the_server_s_ears(tmp_path):
+    server = make(tmp_path)
+
+    async def life():
+        facts = await start(server)
+        assert (await server.manage("/slow", timeout=20))["pid"] == facts["pid"]
+        with pytest.raises(ServerRefused, match="no such thing"):
+            await server.manage("/error", timeout=20)
+        with pytest.raises(ServerError, match="takes no more connections, and has not answered to /close"):
+            await server.manage("/close", timeout=60)
+        await server.stop()
+
+    asyncio.run(life())
 
 
 def test_a_start_that_fails_or_takes_too_long_ends_with_the_last_lines(tmp_path):

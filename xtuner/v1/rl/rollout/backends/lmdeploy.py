@@ -129,7 +129,7 @@ class LMDeployEngine(ServedEngine):
         return None
 
     async def abort_all(self) -> None:
-        await self.server.post("/abort_request", {"abort_all": True}, timeout=CALL_S)
+        await self.server.manage("/abort_request", {"abort_all": True}, timeout=CALL_S)
 
     async def flush(self) -> bool:
         """No prefix outlives its request, and aborted requests are gone when `abort_all` returns."""
@@ -140,14 +140,14 @@ class LMDeployEngine(ServedEngine):
     async def release(self, tags: set[MemoryTag]) -> None:
         """It only ever sleeps as a whole: weights that shall stay go to host memory and come back."""
         keep = "weights" not in tags
-        await self.server.post(f"/sleep?level={1 if keep else 2}", {}, timeout=CALL_S)
+        await self.server.manage(f"/sleep?level={1 if keep else 2}", {}, timeout=CALL_S)
         if keep:
-            await self.server.post("/wakeup?tags=weights", {}, timeout=CALL_S)
+            await self.server.manage("/wakeup?tags=weights", {}, timeout=CALL_S)
 
     async def resume(self, tags: set[MemoryTag]) -> None:
         """Those of the tags, or all that sleeps if nothing else is known to."""
         named = "" if tags == self._asleep else "?" + "&".join(f"tags={tag}" for tag in sorted(tags))
-        await self.server.post(f"/wakeup{named}", {}, timeout=CALL_S)
+        await self.server.manage(f"/wakeup{named}", {}, timeout=CALL_S)
 
     # ---- weights ----
 

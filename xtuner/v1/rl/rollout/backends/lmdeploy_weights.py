@@ -120,7 +120,7 @@ class BucketCarrier(Carrier):
             "serialized_named_tensors": base64.b64encode(ForkingPickler.dumps(message)).decode(),
             "load_format": "flattened_bucket", "finished": finished,
         }  # fmt: skip
-        await self._engine.server.post("/update_weights", body, timeout=_SILENCE_S)
+        await self._engine.server.manage("/update_weights", body, timeout=_SILENCE_S)
 
     def can_repeat(self) -> bool:
         return not self._brought

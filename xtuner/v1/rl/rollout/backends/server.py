@@ -21,6 +21,8 @@ _POLL_S = 0.2
 _STOP_S = 15.0
 _DEATH_S = 2.0
 """From a broken connection to the end of a process that dies."""
+_LISTEN_S = 2.0
+"""Between two looks whether it still takes connections."""
 _TAIL_LINES, _TAIL_BYTES = 25, 16_384
 _PORTS_TRIED = 100
 _HOME = "xtuner-engine-"
@@ -183,6 +185,32 @@ class EngineServer:
             return answer.json()
         except ValueError:
             return None
+
+    async def manage(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """`post` for a call that changes the server and may take long. It also ends when the server takes no more
+        connections: one whose engine is gone may wait for its calls to end, before it ends itself.
+
+        Raises:
+            ServerError: as `post`, and then.
+        """
+        call = asyncio.ensure_future(self.post(path, body, timeout))
+        try:
+            while not (await asyncio.wait({call}, timeout=_LISTEN_S))[0]:
+                if self.alive and not await self._listens():
+                    raise ServerError(f"{self.name} takes no more connections, and has not answered to {path}.")
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def _listens(self) -> bool:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", self.port), _LISTEN_S)
+        except ConnectionRefusedError:
+            return False
+        except (OSError, TimeoutError):  # too busy to tell
+            return True
+        writer.close()
+        return True
 
     async def dies(self) -> bool:
         """Whether it is dead or just about to be."""

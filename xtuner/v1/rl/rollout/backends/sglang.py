@@ -116,7 +116,7 @@ class SGLangEngine(ServedEngine):
             )
 
     async def abort_all(self) -> None:
-        await self.server.post("/abort_request", {"abort_all": True}, timeout=CALL_S)
+        await self.server.manage("/abort_request", {"abort_all": True}, timeout=CALL_S)
 
     def new_carrier(self) -> Carrier:
         return carrier_for(self, self.config.weight_transport_type, self.device)
@@ -125,7 +125,7 @@ class SGLangEngine(ServedEngine):
         await self.until_idle()  # of a request that still runs it would keep the cache, and say that it failed
         # Without the format it would take the one it was started with, which may be dummy weights.
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
-        answer = await self.server.post("/update_weights_from_disk", body, timeout=CALL_S)
+        answer = await self.server.manage("/update_weights_from_disk", body, timeout=CALL_S)
         if not answer["success"]:
             raise ServerError(f"{self.server.name} did not take version {version} of the weights: {answer['message']}")
 
@@ -137,15 +137,15 @@ class SGLangEngine(ServedEngine):
                 "serialized_named_tensors": [_named(address)], "load_format": _LOADER, "flush_cache": True,
                 "weight_version": str(version),
             }  # fmt: skip
-            await self.server.post("/update_weights_from_tensor", body, timeout=CALL_S)
+            await self.server.manage("/update_weights_from_tensor", body, timeout=CALL_S)
         finally:
             if in_session:
-                await self.server.post("/end_weight_update", {}, timeout=CALL_S)
+                await self.server.manage("/end_weight_update", {}, timeout=CALL_S)
 
     async def _call_if_there(self, path: str) -> bool:
         """Older versions lack it."""
         try:
-            await self.server.post(path, {}, timeout=CALL_S)
+            await self.server.manage(path, {}, timeout=CALL_S)
         except ServerRefused as refusal:
             if refusal.status != 404:
                 raise
@@ -157,7 +157,7 @@ class SGLangEngine(ServedEngine):
         if not await self.serves():
             return {}
         try:
-            answer = await self.server.post("/weights_checker", {"action": "checksum"}, timeout=CALL_S)
+            answer = await self.server.manage("/weights_checker", {"action": "checksum"}, timeout=CALL_S)
         except ServerRefused as refusal:
             if refusal.status != 404:
                 raise
@@ -169,14 +169,14 @@ class SGLangEngine(ServedEngine):
 
     async def release(self, tags: set[MemoryTag]) -> None:
         await self.until_idle()  # the token of a health check may be on its way: it would not survive that
-        await self.server.post("/release_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
+        await self.server.manage("/release_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
 
     async def resume(self, tags: set[MemoryTag]) -> None:
-        await self.server.post("/resume_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
+        await self.server.manage("/resume_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
 
     async def flush(self) -> bool:
         try:
-            await self.server.post("/flush_cache", timeout=CALL_S)
+            await self.server.manage("/flush_cache", timeout=CALL_S)
         except ServerRefused:
             return False
         return True

@@ -88,7 +88,7 @@ class VLLMEngine(ServedEngine):
         return checked(output, self.server.name) if p.return_logprob else output
 
     async def abort_all(self) -> None:
-        await self.server.post("/abort_requests", {}, timeout=CALL_S)
+        await self.server.manage("/abort_requests", {}, timeout=CALL_S)
 
     def new_carrier(self) -> Carrier:
         return carrier_for(self, self.config.weight_transport_type, self.device)
@@ -112,20 +112,20 @@ class VLLMEngine(ServedEngine):
         return by_module(found, keys, self.dtype)
 
     async def _on_workers(self, method: str, **kwargs: Any) -> Any:
-        return await self.server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
+        return await self.server.manage("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
 
     async def release(self, tags: set[MemoryTag]) -> None:
         """It cannot give back the cache alone: weights that shall stay wait in host memory."""
         self._weights_wait = "weights" not in tags and "weights" not in self._asleep
-        await self.server.post(f"/sleep?level={1 if self._weights_wait else 2}", timeout=CALL_S)
+        await self.server.manage(f"/sleep?level={1 if self._weights_wait else 2}", timeout=CALL_S)
 
     async def resume(self, tags: set[MemoryTag]) -> None:
         if self._weights_wait:
             tags, self._weights_wait = tags | {"weights"}, False
-        await self.server.post(f"/wake_up?{'&'.join(f'tags={tag}' for tag in sorted(tags))}", timeout=CALL_S)
+        await self.server.manage(f"/wake_up?{'&'.join(f'tags={tag}' for tag in sorted(tags))}", timeout=CALL_S)
 
     async def flush(self) -> bool:
-        answer = await self.server.post("/reset_prefix_cache", timeout=CALL_S)
+        answer = await self.server.manage("/reset_prefix_cache", timeout=CALL_S)
         return bool(answer["success"])
 
 
