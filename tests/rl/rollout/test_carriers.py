@@ -20,7 +20,7 @@ class Server:
     """Takes updates as engines do, in a thread."""
 
     def __init__(self, home):
-        self.home = home
+        self.home = self.sockets = home
         self.model_path = home
         self.weights = {}
         self.ends = []

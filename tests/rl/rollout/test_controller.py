@@ -10,6 +10,8 @@ from scripted_engine import HANG, NamedHandle, answer, good, setup, state
 from xtuner.v1.data_proto import RolloutState, SampleParams, Status
 from xtuner.v1.rl.rollout.answers import decode, fit_to_context, sample_seed
 from xtuner.v1.rl.rollout.backends.base import GenerateOutput
+from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
+from xtuner.v1.rl.weight_update import EngineDownError
 
 
 def test_an_answer_fills_the_sample_with_the_engine_s_own_ids():
@@ -313,6 +315,66 @@ def test_an_engine_that_broke_gets_no_more_requests_and_without_any_the_run_stop
         engines[0].healthy = engines[1].healthy = True
         assert await controller.health() == [True, True]
         assert (await controller.generate(state(9))).status == Status.COMPLETED
+
+    asyncio.run(main())
+
+
+def test_a_copy_finds_engines_that_are_back():
+    """Nobody tells it."""
+
+    async def main():
+        controller, engines = await setup(good, good)
+        copy = pickle.loads(pickle.dumps(controller))
+        for engine in engines:
+            engine.healthy = False
+        assert await copy.health() == [False, False]
+        with pytest.raises(NoWorkerLeftError):
+            await copy.generate(state(1))
+        engines[1].healthy = True
+        sample = await copy.generate(state(2))
+        assert sample.status == Status.COMPLETED and sample.rollout_worker == copy.worker_names[1]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_down_is_left_out_of_sleep_and_wake_and_without_any_the_run_stops():
+    async def main():
+        controller, engines = await setup(good, good)
+        asleep = []
+
+        def down(problem):
+            async def sleep(tags):
+                raise problem
+
+            return sleep
+
+        async def sleeps(tags):
+            asleep.append(tags)
+
+        engines[0].sleep, engines[1].sleep = down(EngineDownError("its folder is gone")), sleeps
+        await controller.sleep()
+        assert asleep == [("weights", "kv_cache")]
+        sample = await controller.generate(state(1))
+        assert sample.rollout_worker == controller.worker_names[1] and not engines[0].requests
+        engines[1].sleep = down(TimeoutError("was not ready within 60 s. CUDA out of memory"))
+        with pytest.raises(TimeoutError, match="^was not ready within 60 s. CUDA out of memory$"):
+            await controller.sleep()
+        engines[1].sleep = down(EngineDownError("so is its folder"))
+        with pytest.raises(RuntimeError, match="all rollout workers are lost; last error: so is its folder"):
+            await controller.sleep()
+
+    asyncio.run(main())
+
+
+def test_a_request_of_a_worker_that_was_left_out_is_counted_once():
+    async def main():
+        controller, engines = await setup(lambda request, n: HANG, good, rollout_timeout=60)
+        first = controller._pool.replicas[0]
+        task = asyncio.create_task(controller.generate(state(2)))
+        await asyncio.sleep(0.05)
+        controller._pool.give_up(first, "it hangs")
+        assert (await task).status == Status.COMPLETED
+        assert (await controller.metrics())["requests"] == 2 and (await controller.metrics())["retries"] == 1
 
     asyncio.run(main())
 

@@ -240,6 +240,46 @@ def test_who_kills_all_that_is_called_python_does_not_kill_the_supervisor(tmp_pa
     asyncio.run(life())
 
 
+def test_what_a_server_only_reads_in_shared_memory_stays(tmp_path):
+    """A model, or a library, that the user keeps there."""
+    server, kept = make(tmp_path), Path(f"/dev/shm/xtuner-test-model-{os.getpid()}")
+    kept.write_bytes(bytes(4096))
+    reads = f"import mmap\nf = open({str(kept)!r}, 'rb')\nm = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
+    old = f"g = open({str(kept)!r}, 'r+b')\nn = mmap.mmap(g.fileno(), 0)\n"  # with no mind to write
+
+    async def life():
+        for program in (reads + PROGRAM, reads + old + PROGRAM):
+            await server.start(
+                lambda port, program=program: [sys.executable, "-c", program, str(port)],
+                lambda key: os.environ | {"KEY": key}, 30,
+            )  # fmt: skip
+            await server.stop()
+            assert kept.exists()
+
+    asyncio.run(life())
+
+
+def test_a_driver_that_is_killed_while_its_server_is_dead_leaves_no_folder(tmp_path):
+    program = (
+        "import asyncio, os, sys, pathlib\nsys.path.insert(0, sys.argv[2])\nimport test_engine_server as t\n"
+        "async def main():\n    server = t.make(pathlib.Path(sys.argv[1]))\n    for _ in range(2):\n"
+        "        await t.start(server)\n        (server.home / 'weights').mkdir(exist_ok=True)\n"
+        "        os.kill((await server.post('/facts'))['pid'], 9)\n        await server.dies()\n"
+        "        print(server.home, flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    home = Path(driver.stdout.readline().strip())
+    assert str(home) == driver.stdout.readline().strip() and home.is_dir()
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 10
+    while home.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not home.exists()
+
+
 def test_a_temporary_folder_too_deep_for_sockets_is_passed_over(tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 60)
     deep.mkdir()
@@ -250,8 +290,10 @@ def test_a_temporary_folder_too_deep_for_sockets_is_passed_over(tmp_path, monkey
         facts = await start(server)
         with socket.socket(socket.AF_UNIX) as longest:
             longest.bind(f"{facts['tmp']}/{uuid.uuid4()}")
-        assert not list(deep.iterdir())
+        home, sockets = server.home, server.sockets
+        assert home.parent == deep and Path(facts["tmp"]).parent == sockets != home  # weights take more room
         await server.stop()
+        assert not home.exists() and not sockets.exists()
 
     asyncio.run(life())
 

@@ -20,7 +20,7 @@ from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier
 from xtuner.v1.rl.rollout.backends.served import ServedEngine
 from xtuner.v1.rl.rollout.backends.server import ServerDied, ServerError, ServerRefused
 from xtuner.v1.rl.rollout.worker import RolloutConfig
-from xtuner.v1.rl.weight_update import EngineLostError
+from xtuner.v1.rl.weight_update import EngineDownError, EngineLostError
 
 PROGRAM = r"""
 import http.server, json, sys, threading
@@ -339,6 +339,67 @@ def test_one_that_dies_asleep_is_there_when_its_cache_is_to_wake(run):
         assert await engine.token() == (7, [7]) and engine.asleep == set()
 
     run(scenario, device="cuda")
+
+
+def test_one_whose_start_failed_is_down_until_a_later_start_succeeds(run):
+    async def scenario(engine):
+        python, engine.python = engine.python, engine.python + "-gone"
+        await engine.sleep()
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        with pytest.raises(EngineDownError, match="could not be brought back"):
+            await engine.revive()
+        assert not await engine.health()
+        with pytest.raises(EngineLostError):  # it may still be tried
+            await engine.wake(("weights",))
+        engine.python = python
+        await engine.revive()
+        assert engine.asleep == {"weights", "kv_cache"}
+        await engine.wake(("weights",))
+        await engine.update(8)
+        await engine.wake(("kv_cache",))
+        assert await engine.health() and await engine.token() == (8, [8])
+
+    run(scenario, device="cuda")
+
+
+def test_one_whose_starts_all_failed_is_down_for_good(run):
+    async def scenario(engine):
+        engine.python += "-gone"
+        await engine.sleep()
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        for _ in range(3):
+            with pytest.raises(EngineDownError):
+                await engine.revive()
+        for call in (engine.wake(("weights",)), engine.revive(), engine.wake(), engine.update(8)):
+            with pytest.raises(EngineDownError, match="could not be brought back"):
+                await call
+        await engine.sleep()
+        assert not await engine.health()
+
+    run(scenario, device="cuda")
+
+
+def test_one_that_ignores_an_abort_is_ended_before_it_sleeps(run, monkeypatch):
+    monkeypatch.setattr(served, "_IDLE_S", 0.3)
+
+    async def scenario(engine):
+        before, flush = engine.process, engine.flush
+
+        async def busy():
+            return False
+
+        engine.flush = busy
+        with pytest.raises(ServerError, match="no answer to /generate"):
+            await engine.generate(request(1, slow=True))
+        await engine.sleep()
+        engine.flush = flush
+        await engine.wake()
+        await engine.update(8)
+        assert await engine.token() == (8, [8]) and engine.process != before
+
+    run(scenario, rollout_timeout=0.5)
 
 
 def test_one_that_cannot_come_back_says_so_with_its_last_lines(run):

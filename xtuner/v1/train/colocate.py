@@ -16,7 +16,7 @@ from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_
 from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
 from xtuner.v1.rl.trainer.probe import Probe
 from xtuner.v1.rl.utils import Handle, build_launcher
-from xtuner.v1.rl.weight_update import EngineLostError
+from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
 from xtuner.v1.utils import get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
@@ -197,14 +197,11 @@ class RLColocateTrainer:
         """The device goes back: engine awake, with new weights if `version` is given."""
         assert self.rollout is not None
         if version is not None:
-            try:
-                await self._push(version)
-            except EngineLostError as error:
-                logger.error(f"{error}\nIt is started again, and the engines get the weights of version {version}.")
+            while lost := await self._push(version):  # an engine that dies often is given up, and not lost any more
+                logger.error(f"{lost}\nIt is started again, and the engines get the weights of version {version}.")
                 await self.on_workers("offload")  # an engine starts on an empty device
                 await self.rollout.revive()
                 await self.on_workers("onload")
-                await self._push(version)
             self.model_step, self.canary.due = version, True
         self.together = self.together or await self._has_room_for_both()
         if not self.together:
@@ -223,17 +220,16 @@ class RLColocateTrainer:
         known = [share for share in shares if share is not None]
         return {"canary/weights_compared": min(known)} if known else {}
 
-    async def _push(self, version: int) -> None:
-        """New weights for all engines. Gathering is collective: nothing is left under way if one of them is lost."""
+    async def _push(self, version: int) -> EngineLostError | None:
+        """New weights for all engines that are not down. Of one that was lost, asleep or on the way, what became of it:
+        all need the update again."""
         assert self.rollout is not None
-        await self.rollout.wake(("weights",))
-        targets = zip(self.workers, self.rollout.worker_names, strict=True)
-        pushes = [asyncio.ensure_future(h.call("push_weights", name, version)) for h, name in targets]
         try:
-            await asyncio.gather(*pushes)
-        except EngineLostError:
-            await asyncio.wait(pushes)
-            raise
+            await self.rollout.wake(("weights",))
+        except EngineLostError as error:
+            return error
+        targets = zip(self.workers, self.rollout.worker_names, strict=True)
+        return await push_to_all(h.call("push_weights", name, version) for h, name in targets)
 
     async def _has_room_for_both(self) -> bool:
         """Whether the engine can stay awake from now on, on every device; before an offload, once training has taken

@@ -4,24 +4,26 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.utils import Handle, WorkerLostError
+from xtuner.v1.rl.weight_update import EngineDownError
 from xtuner.v1.utils import get_logger
 
 from .answers import abort, fail, fill, fit_to_context, output_problem, sample_seed
 from .backends.base import GenerateOutput, GenerateRequest, MemoryTag
+from .backends.options import server_start_limit
 from .config import RolloutConfig
 from .replicas import Replica, ReplicaPool
 
 _ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-_START_S = 1800.0
-"""Also for what may have to wait until an engine that died is started again."""
 _ABORT_S = 60.0
 _STOP_S = 30.0
 _MAX_WARNINGS = 20
+T = TypeVar("T")
 
 
 class RolloutController:
@@ -75,7 +77,7 @@ class RolloutController:
                 return fail(state, "the rollout workers are shut down")
             if self._paused:
                 return abort(state)
-            replica = self._pool.pick(state.session_id, avoid=replica)
+            replica = await self._pool.find(state.session_id, avoid=replica)
             if attempt:
                 self._events["retries"] += 1
             output, problem = await self._attempt(replica, request)
@@ -117,7 +119,8 @@ class RolloutController:
             self._events["timeouts"] += 1
             return None, f"no answer within rollout_timeout={self.config.rollout_timeout:g} s"
         except WorkerLostError as error:
-            self._events.update(events)
+            if replica.lost:  # else it has counted them
+                self._events.update(events)
             return None, str(error)
         except Exception as error:
             self._events["errors"] += 1
@@ -147,7 +150,7 @@ class RolloutController:
 
     async def start(self, log_dir: Path | None = None) -> None:
         """Load the engines, all at once. `log_dir`: for the logs of servers."""
-        await self._broadcast("start", _START_S, log_dir)
+        await self._broadcast("start", _start_limit(), log_dir)
 
     async def pause(self) -> None:
         """End all requests in flight as ABORTED, those of copies of this controller too, until `resume`."""
@@ -160,15 +163,15 @@ class RolloutController:
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Give the device memory back."""
-        await self._broadcast("sleep", _START_S, tags)
+        await self._broadcast("sleep", _start_limit(), tags)
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Take the device memory again; weights come back empty."""
-        await self._broadcast("wake", _START_S, tags)
+        await self._broadcast("wake", _start_limit(), tags)
 
     async def revive(self) -> None:
         """Bring back engines that died asleep, while nobody else uses the devices; they are asleep after that."""
-        await self._broadcast("revive", _START_S)
+        await self._broadcast("revive", _start_limit())
 
     async def ask_engines(self, request: GenerateRequest) -> dict[str, GenerateOutput]:
         """What each engine in service answers to the same request, by the name of its (first) worker; also while
@@ -214,15 +217,16 @@ class RolloutController:
                 get_logger().warning(f"{replica.name} did not stop: {type(result).__name__} {result}")
 
     async def _broadcast(self, method: str, timeout: float, *args: Any) -> list[Any]:
-        """Results of all workers that are not lost. A worker found lost is left out while others remain."""
+        """Results of all workers that are not lost. One found lost, or its engine down, is left out while others
+        remain."""
         alive = [r for r in self._pool.replicas if not r.lost]
-        calls = (asyncio.wait_for(r.handle.call(method, *args), timeout) for r in alive)
+        calls = (_within(timeout, f"{r.name}: {method}", r.handle.call(method, *args)) for r in alive)
         results = []
         for replica, result in zip(alive, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(result, WorkerLostError):
                 self._pool.give_up(replica, str(result), lost=True)
-            elif isinstance(result, TimeoutError):
-                raise TimeoutError(f"{replica.name}: {method} took longer than {timeout:g} s") from result
+            elif isinstance(result, EngineDownError):
+                self._pool.give_up(replica, str(result))
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -230,3 +234,18 @@ class RolloutController:
         if not results:
             raise RuntimeError(f"{method}: all rollout workers are lost; last error: {self._pool.last_error}")
         return results
+
+
+def _start_limit() -> float:
+    """Seconds, also for what may have to wait until an engine that died is started again."""
+    return max(1800.0, 2 * server_start_limit())
+
+
+async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await call
+    except TimeoutError as error:
+        if limit.expired():
+            raise TimeoutError(f"{what} took longer than {seconds:g} s") from error
+        raise

@@ -90,6 +90,16 @@ class ReplicaPool:
         self._sessions: OrderedDict[int, Replica] = OrderedDict()
         self._watch: asyncio.Task[None] | None = None
 
+    async def find(self, session_id: int | None, avoid: Replica | None = None) -> Replica:
+        """`pick`; where none is in service all are asked before. Copies of a pool are not told that engines are back.
+
+        Raises:
+            NoWorkerLeftError
+        """
+        if not self.in_service():
+            await asyncio.gather(*map(self.probe, self.replicas))
+        return self.pick(session_id, avoid)
+
     def pick(self, session_id: int | None, avoid: Replica | None = None) -> Replica:
         """The active worker with the fewest requests in flight; for a session the same one as before.
 

@@ -18,6 +18,10 @@ class EngineLostError(WeightUpdateError):
     """The engine died or hung asleep or while it took an update. Revived, it takes the next one."""
 
 
+class EngineDownError(RuntimeError):
+    """The engine is dead, and could not be started again."""
+
+
 class DeliveryError(RuntimeError):
     """A transport broke down, or brought what was not announced."""
 

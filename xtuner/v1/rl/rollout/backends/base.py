@@ -89,10 +89,11 @@ class CountsWork(Protocol):
 
 @runtime_checkable
 class ComesBack(Protocol):
-    """An engine that can die alone."""
+    """An engine that can die alone. Where its server is dead, what needs one raises EngineLostError while it sleeps,
+    since the device may be somebody else's, and EngineDownError if it did not start again."""
 
     async def revive(self) -> None:
-        """If it died asleep, start it again and put it to sleep, weights and cache. Nobody else may use the device."""
+        """If it is dead, start it again and put it to sleep, weights and cache. Nobody else may use the device."""
 
 
 @runtime_checkable

@@ -90,8 +90,8 @@ class TakesUpdates(Protocol):
     """An engine whose server has our code in it (`engine_side`)."""
 
     @property
-    def home(self) -> Path:
-        """A folder for what is handed to the server."""
+    def sockets(self) -> Path:
+        """A folder for sockets."""
         ...
 
     async def take(self, address: str, version: int) -> None:
@@ -108,7 +108,7 @@ class MemoryCarrier(Carrier):
     async def bring(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._brought = True
         device = torch.device("cuda", torch.cuda.current_device()) if self._memory == "cuda" else torch.device("cpu")
-        address = self._engine.home / "weights"
+        address = self._engine.sockets / "weights"
         address.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(address))

@@ -29,6 +29,7 @@ class LMDeployEngine(ServedEngine):
 
     name = "lmdeploy"
     own_path = "/v1/models"
+    socket_bytes = 67  # those of its Ray
     _said = False
     """Whether what becomes of a temperature has been said."""
 

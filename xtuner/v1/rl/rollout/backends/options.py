@@ -221,6 +221,11 @@ def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
     return None
 
 
+def server_start_limit() -> float:
+    """Seconds until a server must answer: XTUNER_ENGINE_START_TIMEOUT."""
+    return float(os.environ.get("XTUNER_ENGINE_START_TIMEOUT", 900))
+
+
 def device_problem(engine: str, device: str) -> str | None:
     """Why the engine is not used on this kind of device."""
     if device in DEVICES[engine]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,13 +12,13 @@ from torch import Tensor
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import weight_views
 from xtuner.v1.model.hf_config import get_model_config_from_hf
-from xtuner.v1.rl.weight_update import EngineLostError, Inventory, WeightUpdateError
+from xtuner.v1.rl.weight_update import EngineDownError, EngineLostError, Inventory, WeightUpdateError
 from xtuner.v1.utils import get_logger
 
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
 from .native.requests import read_eos_ids
-from .options import engine_options, engine_python, inherited_environment, installed_version
+from .options import engine_options, engine_python, inherited_environment, installed_version, server_start_limit
 from .request_checks import objection
 from .server import EngineServer, ServerDied, ServerError, ServerRefused
 
@@ -47,6 +46,8 @@ class ServedEngine(ABC):
     name: str
     own_path: str
     """Answers only with the key."""
+    socket_bytes = 48
+    """What names of its sockets take in its temporary folder."""
     health_path = "/health"
     """Answers 200 while the engine behind the server works, and not at all while that hangs."""
 
@@ -65,6 +66,7 @@ class ServedEngine(ABC):
         self.server = EngineServer(
             f"{self.name} server of rollout worker {rank}", log_dir.absolute() / f"rollout_{rank}_{self.name}.log",
             first_port=min(config.dist_port_base + 8 * rank, 65535), own_path=self.own_path,
+            socket_bytes=self.socket_bytes,
         )  # fmt: skip
         self._obstacle: dict[str, str] = {"start": "the engine was not started."}
         """Why it cannot serve, by what must happen first."""
@@ -141,7 +143,7 @@ class ServedEngine(ABC):
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             lambda key: self.inherited | self.environment(key) | self.options.env,
-            timeout=float(os.environ.get("XTUNER_ENGINE_START_TIMEOUT", 900)),
+            timeout=server_start_limit(),
             key=given[0] if isinstance(given, list) else given,
         )
 
@@ -220,6 +222,7 @@ class ServedEngine(ABC):
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._refuse_in_flight("update_weights")
+        self._refuse_if_down()
         if why := self._obstacle.get("start") or self._obstacle.get("weights"):
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
@@ -259,11 +262,14 @@ class ServedEngine(ABC):
             await self.until_idle()
 
     async def until_idle(self) -> None:
-        """Until the server has ended what it was doing; its prefix cache is empty then."""
+        """Until the server has ended what it was doing; its prefix cache is empty then. One that does not is ended."""
         deadline = asyncio.get_running_loop().time() + _IDLE_S
         while not await self.flush():
             if asyncio.get_running_loop().time() > deadline:
-                raise TimeoutError(f"{self.server.name} is still busy {_IDLE_S:g} s after its last request.")
+                problem = f"{self.server.name} is still busy {_IDLE_S:g} s after its last request."
+                problem = f"{problem} {self.server.last_lines()}"
+                await self.server.end()
+                raise ServerError(problem)
             await asyncio.sleep(0.1)
 
     async def _end_abandoned(self) -> None:
@@ -382,7 +388,9 @@ class ServedEngine(ABC):
             self._obstacle["failure"] = f"it died {_MAX_RESTARTS + 1} times in a row, last: {problem}"
             return False
         self._restarts += 1
-        if "update" in self._obstacle or self.carrier.can_repeat():
+        if "update" in self._obstacle:
+            weights = "and waits for its update"
+        elif self.carrier.can_repeat():
             weights = f"with weights of version {self.version}"
         else:
             weights = "and needs an update"
@@ -395,6 +403,7 @@ class ServedEngine(ABC):
         """What goes wrong here is why the engine cannot serve, not an error of who happens to wait for it."""
         try:
             await self._start_server()
+            self._obstacle.pop("failure", None)
             if not self._obstacle.keys() & {"update", "loss"}:
                 await self.carrier.repeat(self.version)
         except Exception as error:
@@ -411,15 +420,24 @@ class ServedEngine(ABC):
             await work()
 
     async def _ensure_alive(self, device_is_free: bool = False) -> None:
-        """Raises if the server is dead and cannot be brought back; EngineLostError if its device is somebody else's."""
+        """Raises EngineDownError if the server is dead and cannot be brought back, EngineLostError if its device is
+        somebody else's."""
+        self._refuse_if_down()
         if not self._coming_back() and not self.server.alive:
             problem = f"its process is gone. {self.server.last_lines()}"
             if "kv_cache" in self._obstacle and not device_is_free:
                 raise EngineLostError(f"{self.server.name}: {problem}")
             self._bring_back(problem)
         await self._restart_ended()
-        if why := self._obstacle.get("failure") or self._obstacle.get("start"):
+        if why := self._obstacle.get("failure"):
+            raise EngineDownError(f"{self.server.name}: {why}")
+        if why := self._obstacle.get("start"):
             raise RuntimeError(f"{self.server.name}: {why}")
+
+    def _refuse_if_down(self) -> None:
+        """Raises EngineDownError if it is not started again any more."""
+        if "failure" in self._obstacle and self._restarts >= _MAX_RESTARTS:
+            raise EngineDownError(f"{self.server.name}: {self._obstacle['failure']}")
 
     async def _restart_ended(self) -> None:
         if self._restart is not None and self._coming_back():
@@ -455,6 +473,12 @@ class ServedEngine(ABC):
         """A folder for what is handed to the server, from `start` to `stop`."""
         assert self.server.home is not None
         return self.server.home
+
+    @property
+    def sockets(self) -> Path:
+        """The same, for sockets."""
+        assert self.server.sockets is not None
+        return self.server.sockets
 
     @property
     def dtype_name(self) -> str:

@@ -11,10 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from xtuner.v1.utils import get_logger
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _POLL_S = 0.2
@@ -25,9 +28,10 @@ _LISTEN_S = 2.0
 """Between two looks whether it still takes connections."""
 _TAIL_LINES, _TAIL_BYTES = 25, 16_384
 _PORTS_TRIED = 100
-_HOME = "xtuner-engine-"
-_SOCKET_BYTES, _SOCKET_TAIL = 107, len(f"/{_HOME}12345678/tmp/") + 48
-"""What the path of a Unix socket may take, and what the servers' own names take of it."""
+_KILL_S = 10.0
+_SOCKET_BYTES = 107
+"""What the path of a Unix socket may take."""
+_FOLDER = "xtuner-engine-"
 
 
 class ServerError(RuntimeError):
@@ -49,11 +53,11 @@ class ServerRefused(ServerError):
 class EngineServer:
     """One server, on loopback, that asks for a key made for it. `start` may be called again once it is dead."""
 
-    def __init__(self, name: str, log_file: Path, first_port: int, own_path: str):
+    def __init__(self, name: str, log_file: Path, first_port: int, own_path: str, socket_bytes: int = 48):
         """`name`: in messages. `first_port`: the first that is tried. `own_path`: answers only who has the key, and so
-        tells this server from another one."""
+        tells this server from another one. `socket_bytes`: of the names of its sockets in its temporary folder."""
         self.name, self.log_file = name, log_file
-        self._first_port, self._own_path = first_port, own_path
+        self._first_port, self._own_path, self._socket_bytes = first_port, own_path, socket_bytes
         self._port_claim: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -62,6 +66,8 @@ class EngineServer:
         self.port = 0
         self.home: Path | None = None
         """From `start` to `stop`: a folder for the server and for what is handed to it, of this user alone."""
+        self.sockets: Path | None = None
+        """The same, with a path that is short enough for sockets."""
 
     # ---- life ----
 
@@ -91,13 +97,16 @@ class EngineServer:
         self.key, self._port_claim = key or secrets.token_hex(32), claim_port(self._first_port)
         self.port = self._port_claim.getsockname()[1]
         if self.home is None:
-            self.home = Path(tempfile.mkdtemp(prefix=_HOME, dir=_folder_of_sockets()))
-        temporary = self.home / "tmp"
+            self.home = self.sockets = Path(tempfile.mkdtemp(prefix=_FOLDER))
+            if len(os.fsencode(self.home / "tmp")) + 1 + self._socket_bytes > _SOCKET_BYTES:
+                self.sockets = Path(tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp"))
+        assert self.sockets is not None
+        temporary = self.sockets / "tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         variables = dict(env(self.key)) | {"TMPDIR": str(temporary)}
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        supervised = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(self.home)]
+        supervised = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(self.home), str(self.sockets)]
         with open(os.open(self.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._log_start = log.tell()
             # Its own folder as the current one: `python -m` would import what lies in the user's.
@@ -124,9 +133,9 @@ class EngineServer:
     async def stop(self) -> None:
         """End it and all of its processes, and remove its folder."""
         await self._end(signal.SIGTERM)
-        if self.home is not None:
-            shutil.rmtree(self.home, ignore_errors=True)
-            self.home = None
+        for folder in filter(None, (self.home, self.sockets)):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.home = self.sockets = None
 
     async def _end(self, signal_number: int) -> None:
         if self._process is None:
@@ -143,7 +152,7 @@ class EngineServer:
         if process.poll() is None:
             process.kill()
         if process.wait() < 0:  # it was killed: nobody has ended what it looked after
-            _kill_session(process.pid)
+            await _kill_session(process.pid, f"{self.name} is ended, but not all of it")
 
     async def answers(self, path: str, timeout: float = 10.0) -> bool:
         """Whether it says 200 at `path`."""
@@ -257,15 +266,17 @@ class EngineServer:
         return ServerDied(f"{self.name} {what}{cause}. {self.last_lines()}")
 
 
-def _kill_session(number: int) -> None:
-    """SIGKILL to every process of this session, until none is left."""
+async def _kill_session(number: int, problem: str) -> None:
+    """SIGKILL to every process of this session, until none is left; else the problem is logged."""
+    deadline = time.monotonic() + _KILL_S
     while pids := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == number]:
+        if time.monotonic() > deadline:
+            get_logger().error(f"{problem}: {pids} do not end within {_KILL_S:g} s of SIGKILL.")
+            return
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.01)
+        await asyncio.sleep(0.01)
 
 
 def _session(pid: int) -> int | None:
@@ -275,22 +286,6 @@ def _session(pid: int) -> int | None:
     except OSError:  # it has just ended
         return None
     return None if state in "ZX" else int(session)
-
-
-def _folder_of_sockets() -> str:
-    """The first folder for temporary files whose path leaves room for the sockets of servers.
-
-    Raises:
-        ServerError: none.
-    """
-    folders = [tempfile.gettempdir(), "/tmp", "/dev/shm"]
-    for folder in folders:
-        if len(os.fsencode(folder)) + _SOCKET_TAIL <= _SOCKET_BYTES and os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    raise ServerError(
-        f"an engine's sockets need a folder with a path of up to {_SOCKET_BYTES - _SOCKET_TAIL} bytes that can be "
-        f"written to; none of {', '.join(folders)} is one. Set TMPDIR to a short path."
-    )
 
 
 def claim_port(first: int) -> socket.socket:

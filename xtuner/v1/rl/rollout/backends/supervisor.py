@@ -1,14 +1,17 @@
 """Runs one engine server and sees to it that nothing of it outlives the process that asked for it.
 
-A program of its own, of the standard library alone:  python -I -S supervisor.py OWNER FOLDER COMMAND...
-OWNER is the pid to live with. SIGINT ends the server, SIGTERM and the end of OWNER end it and remove FOLDER.
+A program of its own, of the standard library alone:  python -I -S supervisor.py OWNER HOME SOCKETS COMMAND...
+OWNER is the pid to live with. SIGINT ends the server, SIGTERM and the end of OWNER end it and remove the two folders,
+which may be one. If they stay, for the next server, a child sees to it that they do not outlive OWNER.
 Exit code: the server's.
 """
 
 import ctypes
 import os
+import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,8 +22,11 @@ _GRACE_S = 2.0
 _POLL_S, _LOOK_S = 0.1, 0.5
 
 
-def main(owner: int, folder: str, command: list[str]) -> int:
+def main(owner: int, home: str, sockets: str, command: list[str]) -> int:
     asked: list[int] = []
+    me, sign = str(os.getpid()), os.path.join(home, "supervisor")
+    with open(sign, "w") as file:
+        file.write(me)
 
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(number)
@@ -31,6 +37,7 @@ def main(owner: int, folder: str, command: list[str]) -> int:
     libc.prctl(_PR_SET_NAME, b"xtuner-engine", 0, 0, 0)  # who kills all that is called python leaves it to its work
     # What the server's processes leave behind becomes a child of this one, and can be found.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    began = time.time()
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -45,8 +52,8 @@ def main(owner: int, folder: str, command: list[str]) -> int:
         time.sleep(_POLL_S)
         if time.monotonic() - looked > _LOOK_S:
             # What a process of the server had that is gone by now is still there.
-            shared, looked = set(filter(os.path.exists, shared)) | _shared_memory(), time.monotonic()
-    shared |= _shared_memory()
+            shared, looked = set(filter(os.path.exists, shared)) | _shared_memory(began), time.monotonic()
+    shared |= _shared_memory(began)
     died = server.poll() is not None
     if not died and os.getppid() == owner:
         server.terminate()
@@ -62,9 +69,30 @@ def main(owner: int, folder: str, command: list[str]) -> int:
         except OSError:
             pass
     if signal.SIGTERM in asked or os.getppid() != owner:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in (home, sockets):
+            shutil.rmtree(folder, ignore_errors=True)
+    elif os.fork() == 0:
+        os.setsid()
+        _remove_after(owner, me, sign, (home, sockets))
+        os._exit(0)
     code = server.returncode
     return code if code >= 0 else 128 - code
+
+
+def _remove_after(owner: int, me: str, sign: str, folders: tuple[str, ...]) -> None:
+    """Remove the folders when OWNER has ended, unless they are gone or another supervisor has signed by then."""
+    try:
+        end = os.pidfd_open(owner)
+        while not select.select([end], [], [], 1.0)[0]:
+            with open(sign) as file:
+                if file.read() != me:
+                    return
+    except ProcessLookupError:  # it has ended
+        pass
+    except OSError:  # they are gone; or a kernel that cannot tell
+        return
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_all(server: "subprocess.Popen[bytes]") -> None:
@@ -100,17 +128,27 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _shared_memory() -> set[str]:
-    """Files of shared memory that the server's processes have in use."""
+def _shared_memory(began: float) -> set[str]:
+    """Files of shared memory that the server's processes have made, after this time, and have in use. Others may keep
+    there what these only read, as a model."""
     paths: set[str] = set()
     for pid in _descendants(os.getpid()):
         try:
             with open(f"/proc/{pid}/maps") as file:
-                paths |= {line.split(maxsplit=5)[5].rstrip("\n") for line in file if " /dev/shm/" in line}
+                fields = [line.rstrip("\n").split(maxsplit=5) for line in file if " /dev/shm/" in line]
         except OSError:
-            pass  # it has just ended
-    return {path for path in paths if not path.endswith(" (deleted)")}
+            continue  # it has just ended
+        paths |= {path for _, access, _, _, _, path in fields if access[1] + access[3] == "ws"}
+    return {path for path in paths if os.path.dirname(path) == "/dev/shm" and _made_after(began, path)}
+
+
+def _made_after(began: float, path: str) -> bool:
+    try:
+        facts = os.stat(path)
+    except OSError:  # it is gone
+        return False
+    return stat.S_ISREG(facts.st_mode) and facts.st_ctime >= began
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))
