@@ -10,7 +10,7 @@ from xtuner.v1.model.exact import exact_problems
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
 from xtuner.v1.train.exact import check_exact, gap_excuse, is_exact
 
-from .helpers import STOPS, config, fit, write_moe_model
+from .helpers import STOPS, config, fit, write_model, write_moe_model
 
 
 def _fsdp(**changes):
@@ -87,6 +87,14 @@ def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(model, tmp_path, s
         for row in run.trajectories(step):
             assert row["train_logprobs"] == row["rollout_logprobs"]
             assert len(row["rollout_logprobs"]) == len(row["response_ids"])
+
+
+def test_they_are_where_alternatives_are_asked_for(tmp_path):
+    """Of a model that the CPU kernels know: torch draws such tokens, from the kernels' logits."""
+    folder = write_model(tmp_path / "kernels", hidden_size=128)
+    params = SampleParams(max_tokens=8, temperature=0.8, stop_token_ids=STOPS, top_logprobs=5)
+    run = fit(config(folder, tmp_path, deterministic=True, task={"params": params}))
+    assert run.series("mismatch/mismatch_differing_tokens") == [0.0] * 3
 
 
 def test_experts_see_one_token_at_a_time(tmp_path):

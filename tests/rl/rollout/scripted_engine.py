@@ -13,10 +13,11 @@ HANG = "hang"
 
 
 class Letters:
-    """A tokenizer: id n is a letter, id 0 a special token."""
+    """A tokenizer: id n is a letter, id 0 a special token, id 30 the last three letters."""
 
     def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
-        return "".join("" if i == 0 and skip_special_tokens else "<end>" if i == 0 else chr(96 + i) for i in ids)
+        special = {0: "" if skip_special_tokens else "<end>", 30: "xyz"}
+        return "".join(special.get(i) if i in special else chr(96 + i) for i in ids)
 
 
 def answer(request, ids=(8, 9, 0), **changes):

@@ -33,10 +33,21 @@ def test_an_answer_fills_the_sample_with_the_engine_s_own_ids():
 @pytest.mark.parametrize(("keep", "text"), [(True, "abxy"), (False, "ab")])
 def test_the_text_ends_with_its_stop_string_though_the_last_token_goes_on(keep, text):
     async def main():
-        controller, _ = await setup(lambda request, n: answer(request, ids=(1, 2, 24, 25, 26)))
+        controller, _ = await setup(lambda request, n: answer(request, ids=(1, 2, 30)))
         params = SampleParams(stops=["xy"], include_stop_str_in_output=keep)
         sample = await controller.generate(state(sample_params=params))
-        assert (sample.response, sample.response_ids) == (text, [1, 2, 24, 25, 26])
+        assert (sample.response, sample.response_ids) == (text, [1, 2, 30])
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_that_did_not_end_the_answer_stays_in_its_text():
+    """It came before min_tokens."""
+
+    async def main():
+        controller, _ = await setup(lambda request, n: answer(request, ids=(24, 25, 1, 2, 0)))
+        sample = await controller.generate(state(sample_params=SampleParams(stops=["xy"], min_tokens=4)))
+        assert sample.response == "xyab"
 
     asyncio.run(main())
 

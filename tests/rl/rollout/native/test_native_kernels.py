@@ -4,7 +4,7 @@ import native_models
 import numpy as np
 import pytest
 import torch
-from native_models import prompt, request, run, started, write_model
+from native_models import ROW_BYTES, prompt, request, run, started, write_model
 
 from xtuner.v1.data_proto import SampleParams, SegmentLayout
 from xtuner.v1.model.config import DenseModelConfig, MHAConfig
@@ -217,6 +217,34 @@ def test_a_sequence_ends_at_any_step_of_a_call(model_path):
         assert out.token_ids == free[: free.index(token) + 1] and out.finish_reason == "stop"
     for n, out in enumerate(run(engine, *[request(i, max_tokens=n) for n in range(1, 40)]), 1):
         assert out.token_ids == free[:n] and out.finish_reason == "length"
+
+
+@pytest.mark.parametrize("found", range(8))
+def test_a_long_prompt_whose_beginning_is_in_a_row_that_moves_as_the_cache_grows(model_path, found):
+    """It is cut, and the budget leaves no room to keep all rows."""
+    engine = started(
+        model_path, max_batch_size=64, max_prefill_rows=32, context_length=256, cpu_cache_bytes=400 * ROW_BYTES
+    )
+    known = [prompt(i, 40) for i in range(8)]
+    run(engine, *(request(i, ids, max_tokens=8, min_tokens=8) for i, ids in enumerate(known)))
+    asked = request(100, known[found] + prompt(50, 180), max_tokens=20, min_tokens=20)
+    (output,), (expected,) = run(engine, asked), run(started(model_path), asked)
+    assert output.error is None and output.token_ids == expected.token_ids and output.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize(
+    "more", [{"top_logprobs": 5}, {"top_logprobs": 2, "temperature": 0.7}, {"temperature": 0.0, "top_logprobs": 2}]
+)
+def test_exact_log_probs_are_the_same_where_torch_draws(tmp_path, more):
+    path = write_model(tmp_path / "m", std=0.1)
+    engine = started(path, deterministic=True)
+    assert isinstance(engine._runner, KernelRunner)
+    plain = {key: value for key, value in more.items() if key != "top_logprobs"}
+    numbers = range(20)
+    here = run(engine, *(request(i, max_tokens=30, **plain) for i in numbers))
+    elsewhere = run(engine, *(request(i, max_tokens=30, **more) for i in numbers))
+    for one, other in zip(here, elsewhere, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
 def test_models_with_parts_that_the_kernels_lack_run_without_them(tmp_path):

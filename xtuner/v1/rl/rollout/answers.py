@@ -56,7 +56,9 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
     params = state.sample_params
     ids = list(output.token_ids)
     text = decode(tokenizer, ids, params.skip_special_tokens)
-    state.response = _cut_at_stop(text, params) if output.finish_reason == "stop" else text
+    if output.finish_reason == "stop" and params.stops:
+        text = _cut_at_stop(text, decode(tokenizer, ids[:-1], params.skip_special_tokens), params)
+    state.response = text
     state.response_ids = ids
     state.logprobs = list(output.logprobs) if params.return_logprob else None
     state.logprob_stage = output.logprob_stage
@@ -86,11 +88,12 @@ def _leaves_decoding_to_backend(tokenizer_class: type) -> bool:
     )
 
 
-def _cut_at_stop(text: str, params: SampleParams) -> str:
-    """End the text with its stop string (or before it): the last token may hold more than that."""
-    if not params.stops:
-        return text
-    start, stop = max((text.rfind(stop), stop) for stop in params.stops)
+def _cut_at_stop(text: str, before: str, params: SampleParams) -> str:
+    """End the text with the stop string that the last token completed (or before it): the token may hold more. Nothing
+    is cut where it completed none: one that was there `before` came too early to count (min_tokens)."""
+    known = len(before.rstrip("\ufffd"))  # of a character that the last token completed too
+    found = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stops)
+    start, stop = min(((start, stop) for start, stop in found if start >= 0), default=(-1, ""))
     if start < 0:
         return text
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]

@@ -113,7 +113,6 @@ class KernelCache(Cache):
         """Give a prompt that is not complete a row until it is."""
         self._settle(prompt)
         self._partial, self.partial_row = prompt, int(self.place_of[self.running])
-        self._hold(self.partial_row, prompt.ids[:0])
 
     def holds(self, prompt: Prompt) -> bool:
         """Whether this prompt is there in part."""
@@ -147,6 +146,8 @@ class KernelCache(Cache):
             for slot in range(first, first + len(prompt.members)):
                 self._hold(int(self.place_of[slot]), prompt.ids[:-1])
         self._seated.clear()
+        if self._partial is not None:
+            self._hold(self.partial_row, self._partial.ids[:0])
         if self._copies:
             sources, targets, lengths = np.array(self._copies).T
             most = int(lengths.max())

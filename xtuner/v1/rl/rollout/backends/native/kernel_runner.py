@@ -131,9 +131,9 @@ class KernelRunner:
         """Where each prompt goes, and what to copy from there for its siblings: from, to, how many tokens."""
         cut = [prompt for prompt in prompts if not prompt.complete and not self.cache.holds(prompt)]
         length = max([scheduler.max_length, *(prompt.ids.size for prompt in cut)])
-        self.cache.reserve(len(scheduler.running) + sum(prompt.rooms for prompt in cut), length)
         for prompt in cut:
-            self.cache.hold(prompt)
+            self.cache.hold(prompt)  # before rows move: its beginning was found in one of them
+        self.cache.reserve(len(scheduler.running), length)
         self.cache.take_over()
         rows = iter(self.cache.place_of[first_slot:].tolist())
         of_members = [list(islice(rows, len(p.members))) if p.complete else [self.cache.partial_row] for p in prompts]
@@ -153,7 +153,7 @@ class KernelRunner:
             return scheduler.settle(np.arange(len(rows)), before, ends)
         here, elsewhere = np.flatnonzero(~elsewhere), np.flatnonzero(elsewhere)
         done = scheduler.settle(here, before[here], ends[here])
-        return done + draw(scheduler, elsewhere, torch.from_numpy(logits[elsewhere]))
+        return done + draw(scheduler, elsewhere, torch.from_numpy(logits[elsewhere]), self.model.exact)
 
     def _decode(self, scheduler: Scheduler, elsewhere: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """How each sequence stands, int64 [B], and the logits [B, V] of those that are drawn elsewhere."""
