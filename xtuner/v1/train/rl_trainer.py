@@ -203,7 +203,8 @@ class RLColocateTrainerConfig(XTunerConfig):
         return check_data(self)
 
     def build(self) -> "RLColocateTrainer":
-        """Check, start the workers and load the weights. This configuration is not changed.
+        """Check, start the workers and load the weights. This configuration is not changed: the run has a copy, which
+        shares only what is your own in it, such as reward functions and the objects behind them.
 
         Raises:
             ValueError: what `check` finds, all of it at once.
