@@ -77,7 +77,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     total_train_steps: int | None = Field(None, gt=0)
     """Train steps. Wins over `total_epochs` if both are given (a log line says so)."""
     total_epochs: int | None = Field(None, gt=0)
-    """Passes over the prompts: steps = prompts // train_batch_size * epochs."""
+    """Passes over the prompts of all tasks with a weight above 0: steps = prompts // train_batch_size * epochs."""
     train_batch_size: int = Field(gt=0)
     """Groups (prompts) a train step."""
     advantage_estimator_config: SerializeAsAny[BaseAdvantageConfig] = Field(default_factory=GRPOAdvantageConfig)
