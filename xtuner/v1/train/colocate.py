@@ -143,7 +143,7 @@ class RLColocateTrainer:
         try:
             return await work()
         except NoWorkerLeftError as error:
-            logger.error(f"{error}\nThe engines get the weights of version {version}.")
+            logger.error(f"{error}\nThe engines get the weights of version {version}; what was under way begins again.")
             await self._to_training(keep_weights=False)
             await self._to_rollout(version)
             return await work()
