@@ -1,6 +1,6 @@
 """The base of all configuration classes."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,15 +21,17 @@ class XTunerConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A refused assignment changes nothing: pydantic alone leaves what a validator of the whole model refused."""
-        before, given = self.__dict__.copy(), self.model_fields_set.copy()
-        try:
-            super().__setattr__(name, value)
-        except Exception:
-            object.__setattr__(self, "__dict__", before)
-            object.__setattr__(self, "__pydantic_fields_set__", given)
-            raise
+    if not TYPE_CHECKING:  # a type checker would take any name for a field
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """A refused assignment changes nothing. Pydantic keeps what an "after" validator refuses."""
+            before, given = self.__dict__.copy(), self.model_fields_set.copy()
+            try:
+                super().__setattr__(name, value)
+            except Exception:
+                object.__setattr__(self, "__dict__", before)
+                object.__setattr__(self, "__pydantic_fields_set__", given)
+                raise
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Configurations are copied, and the lists and dicts between them. What is the user's own is shared: the
