@@ -42,6 +42,14 @@ def test_each_prompt_once_an_epoch_in_an_order_of_its_own(loader):
     assert draw(loader(num_files=2, seed=8), 32) != epochs[0]
 
 
+def test_what_was_handed_out_is_found_by_its_number(loader):
+    prompts = loader()
+    drawn = draw(prompts, 40)
+    assert (prompts.epoch, prompts.position) == (2, 8), "an epoch has 16"
+    assert [prompts.again(i).message[0]["content"] for i in range(40)] == drawn
+    assert (prompts.epoch, prompts.position) == (2, 8) and draw(prompts, 8) == draw(loader(), 48)[40:]
+
+
 def test_without_shuffle_in_the_order_of_the_data(loader):
     prompts = loader(num_rows=3, num_files=2, shuffle=False)
     order = ["a 0", "a 1", "a 2", "b 0", "b 1", "b 2"]

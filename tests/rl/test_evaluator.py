@@ -140,6 +140,20 @@ def test_what_misses_the_deadline_counts_as_failed(ten):
     assert controller.under_way == 0
 
 
+@pytest.mark.parametrize(("together", "failed"), [(False, 1), (True, 4)])
+def test_a_late_sample_costs_its_siblings_only_where_they_are_judged_together(ten, together, failed):
+    controller = ScriptedController(delay=lambda s: 3600 if number(s) == 4 and copy_index(s, 4) == 1 else 0)
+    loop = SingleTurnAgentLoopConfig(hf_checkpoint="m", enable_batch_judge=together)
+    with logged() as messages:
+        result = evaluate(
+            controller, make_task(ten, k=4, agent_loop_config=loop), config=EvaluatorConfig(eval_timeout=0.5)
+        )
+    assert result.metrics["failed"] == failed and result.metrics["accuracy"] == 1 - failed / 40
+    assert [state.rollout_id - EVAL_ID_BASE for state in result.states] == list(range(40))
+    assert [state.group_id - EVAL_ID_BASE for state in result.states] == [i // 4 for i in range(40)]
+    assert any(f"eval_timeout=0.5 s was over before {failed} of 40 samples" in message for message in messages)
+
+
 def test_errors_of_the_rollout_side_end_the_evaluation(ten):
     answer = lambda s: RuntimeError("all engines are dead") if number(s) == 3 else right(s)
     controller = ScriptedController(answer, delay=lambda s: 0 if number(s) == 3 else 60)

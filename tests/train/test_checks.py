@@ -289,6 +289,19 @@ def test_fewer_prompts_than_a_batch_give_no_silent_success(model, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_epoch_has_no_prompt_of_a_task_without_weight(model, tmp_path):
+    """Else a run makes many passes over the other tasks, and its learning rate falls as slowly."""
+    tasks = [task(model, write_prompts(tmp_path, n), f"of-{n}", weight=w) for n, w in ((6, 1), (60, 0))]
+    cfg = config(model, tmp_path, total_train_steps=None, total_epochs=1)
+    cfg.agent_loop_manager_cfg = AgentLoopManagerConfig(tasks=tasks)
+    assert cfg.check_data() == []
+    trainer = cfg.build()
+    assert trainer.total_steps == 2
+    trainer.close()
+    cfg.train_batch_size = 7
+    assert "6 prompts are fewer than train_batch_size=7" in cfg.check_data()[0]
+
+
 def test_an_empty_file_stops_before_a_run_is_made(model, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match="empty.jsonl"):

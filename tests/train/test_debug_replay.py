@@ -34,6 +34,20 @@ def test_rollouts_then_training_equal_a_run_that_pushes_no_weights(model, tmp_pa
     assert trained.path != run.path and not (trained.path / "hf").exists()
 
 
+def test_half_a_run_does_not_stand_for_the_run(model, tmp_path):
+    """Else the run is found finished, or begins again."""
+    changes = dict(checkpoint_interval=1, auto_resume=True)
+    debug = dict(debug_rollout=True, debug_rollout_dir=tmp_path / "rollouts")
+    fit(config(model, tmp_path, **changes, **debug))
+    first = fit(config(model, tmp_path, total_train_steps=1, **changes))
+    assert len(first.updates) == 1
+    fit(config(model, tmp_path, **changes, **debug))
+    trained = fit(config(model, tmp_path, **(debug | {"debug_rollout": False, "debug_train": True})))
+    assert trained.path.name.startswith("debug-")
+    second = fit(config(model, tmp_path, total_train_steps=2, **changes))
+    assert second.path == first.path and [row["step"] for row in second.rows] == [1, 2]
+
+
 def test_training_needs_neither_data_nor_engine(model, tmp_path, saved):
     _, folder = saved
     changes = with_evaluation(model, tmp_path) | dict(debug_train=True, debug_rollout_dir=folder, total_train_steps=2)

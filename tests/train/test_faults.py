@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
 from xtuner.v1.datasets.rl_tokenize_fn import RLTextTokenizeFnConfig
+from xtuner.v1.rl.agent_loop import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import SamplerConfig, SyncProduceStrategyConfig
+from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.utils import lock_file
 
@@ -67,6 +69,34 @@ def test_an_engine_that_breaks_ends_the_run_with_its_reason(model, tmp_path):
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
     save_file(tensors, file, metadata={"format": "pt"})
     fails(config(folder, tmp_path), "(?s)rollout workers are out of service.*not finite")
+
+
+class DiesOnce(SingleTurnAgentLoop):
+    """All engines are gone when it has its 18th answer, in the middle of the second step."""
+
+    answers = 0
+
+    async def generate_sample(self, state):
+        state = await super().generate_sample(state)
+        self.answers += 1
+        if self.answers == 18:
+            raise NoWorkerLeftError("all engines are gone")
+        return state
+
+
+class DiesOnceConfig(SingleTurnAgentLoopConfig):
+    def build_local(self, rollout_controller, judger=None, tokenizer=None):
+        return DiesOnce(rollout_controller, judger, tokenizer, self.sample_params)
+
+
+def test_no_prompt_is_lost_when_all_engines_die(model, tmp_path):
+    whole, cfg = fit(config(model, tmp_path)), config(model, tmp_path)
+    loop = cfg.agent_loop_manager_cfg.tasks.agent_loop_config
+    cfg.agent_loop_manager_cfg.tasks.agent_loop_config = DiesOnceConfig(**loop.model_dump())
+    run = fit(cfg)
+    assert "what was under way begins again" in (run.path / "logs" / "rank_0.log").read_text()
+    for step in (1, 2, 3):
+        assert run.trajectories(step) == whole.trajectories(step)
 
 
 def test_a_batch_that_no_group_can_fill_ends_with_the_reason(model, tmp_path):

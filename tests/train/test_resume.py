@@ -240,6 +240,28 @@ def test_what_is_taken_from_a_named_checkpoint_can_be_chosen(model, tmp_path):
     assert any(not torch.equal(t, same.weights(3)[n]) for n, t in moments.weights(3).items())
 
 
+def test_what_is_left_out_of_a_named_checkpoint_is_taken_from_the_run_s_own(model, tmp_path):
+    """Else a run that is cut short draws its first prompts again, and warms up again."""
+    first = fit(config(model, tmp_path, total_train_steps=1, checkpoint_interval=1))
+    named = LoadCheckpointConfig(
+        checkpoint_path=first.path / "checkpoints" / "ckpt-step-1",
+        load_dataset=False, load_scheduler=False, load_optimizer_states=False,
+    )  # fmt: skip
+
+    def run(name: str, **changes):
+        fields = dict(checkpoint_interval=1, auto_resume=True, load_checkpoint_cfg=named, work_dir=tmp_path / name)
+        return config(model, tmp_path, total_train_steps=4, **fields, **changes)
+
+    whole = fit(run("whole"))
+    cut = broken(run("cut", task={"reward": BreaksAfter(2 * 12)}))
+    resumed = fit(run("cut"))
+    assert resumed.path == cut.path and [row["step"] for row in resumed.rows] == [2, 3, 4]
+    assert [row["lr"] for row in resumed.updates] == [row["lr"] for row in whole.updates]
+    for step in (2, 3, 4):
+        assert resumed.trajectories(step) == whole.trajectories(step)
+    close(whole.weights(4), resumed.weights(4))
+
+
 def test_a_checkpoint_without_moments_says_so(model, tmp_path):
     first = fit(config(model, tmp_path, checkpoint_interval=2, checkpoint_no_save_optimizer=True))
     named = first.path / "checkpoints" / "ckpt-step-2"

@@ -73,9 +73,18 @@ class TestSaving:
     def test_the_newest_by_number_are_kept(self, tmp_path):
         for step in (2, 10, 4):
             (tmp_path / f"hf-step-{step}" / "x").mkdir(parents=True)
-        assert [p.name for p in keep_newest(tmp_path, -1)] == ["hf-step-2", "hf-step-4", "hf-step-10"]
-        assert [p.name for p in keep_newest(tmp_path, 2)] == ["hf-step-4", "hf-step-10"]
+        last = tmp_path / "hf-step-10"
+        assert [p.name for p in keep_newest(last, -1)] == ["hf-step-2", "hf-step-4", "hf-step-10"]
+        assert [p.name for p in keep_newest(last, 2)] == ["hf-step-4", "hf-step-10"]
         assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-step-10", "hf-step-4"]
+
+    def test_those_that_a_resumed_run_left_behind_go_first(self, tmp_path):
+        """Else the one just saved is removed, and one of a course that was given up is kept."""
+        for step in (5, 7, 8, 6):  # resumed at 4
+            (tmp_path / f"hf-step-{step}").mkdir()
+        assert [p.name for p in keep_newest(tmp_path / "hf-step-6", 3)] == ["hf-step-5", "hf-step-6", "hf-step-8"]
+        assert [p.name for p in keep_newest(tmp_path / "hf-step-6", 1)] == ["hf-step-6"]
+        assert [p.name for p in tmp_path.iterdir()] == ["hf-step-6"]
 
 
 class TestExperiment:
@@ -106,6 +115,17 @@ class TestExperiment:
         empty = Experiment(tmp_path, 3)
         empty.close()
         assert Experiment(tmp_path, 3, resume=True).path not in (old.path, empty.path)
+
+    def test_a_debug_run_is_never_gone_on_with(self, tmp_path):
+        """Its steps are not trained: a run that takes them for its own is finished, or begins again."""
+        run = Experiment(tmp_path, 3)
+        write_json(run.path / "checkpoints" / "ckpt-step-1" / "train_state.json", {})
+        run.close()
+        debug = Experiment(tmp_path, 3, debug=True)
+        assert debug.path.name.startswith("debug-2")
+        write_json(debug.logs / "metrics.jsonl", {"step": 3})
+        debug.close()
+        assert Experiment(tmp_path, 3, resume=True).path == run.path
 
     def test_a_damaged_list_costs_nothing(self, tmp_path):
         (tmp_path / META_FILE).write_text("{")

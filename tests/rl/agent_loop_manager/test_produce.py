@@ -155,9 +155,12 @@ def test_a_group_that_never_ends_is_stopped_by_the_deadline(prompts):
 def test_errors_of_the_rollout_side_end_the_step_as_they_are(prompts):
     answer = lambda s: TimeoutError("engine 0 is gone") if s.group_id == 2 else right(s)
     controller = ScriptedController(answer, delay=lambda s: 0 if s.group_id == 2 else 60)
+    manager = make_manager(controller, make_task(prompts))
     with pytest.raises(TimeoutError, match="engine 0 is gone"):
-        produce(make_manager(controller, make_task(prompts)))
+        produce(manager)
     assert controller.under_way == 0
+    controller.answer, controller.delay = right, None
+    assert group_ids(produce(manager)) == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------ judge errors
@@ -328,7 +331,8 @@ def test_fresh_groups_of_a_broken_step_are_used(prompts):
     buffer, manager, controller = left_over(prompts)
     asked = len(controller.asked)
     result = produce(manager)
-    assert group_ids(result) == [0, 2, 3, 4] and len(controller.asked) == asked + 2
+    assert group_ids(result) == [0, 1, 2, 3], "the prompt that was under way is not lost"
+    assert len(controller.asked) == asked + 2
     assert len(buffer) == 0
 
 
@@ -336,6 +340,6 @@ def test_stale_groups_of_a_broken_step_expire(prompts):
     buffer, manager, controller = left_over(prompts)
     controller.version = 1
     result = produce(manager, step=2, model_step=1)
-    assert group_ids(result) == [4, 5, 6, 7]
+    assert group_ids(result) == [0, 1, 2, 3], "what they answered is stale, their prompts are not"
     assert result.dropped_groups == {"expired": 3} and result.samples["expired"] == 6
     assert len(buffer) == 0

@@ -52,6 +52,28 @@ def test_resume_continues_with_the_next_group(tmp_path, stop):
     assert draw(resumed, 20 - stop) == unbroken[stop:]
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["same-process", "resumed"])
+def test_what_was_given_back_comes_before_anything_new(tmp_path, again):
+    """Of two tasks, over the end of an epoch: the same groups under the same ids, as if nothing had happened."""
+
+    def sampler():
+        task = make_task(write_prompts(tmp_path / "p.jsonl", range(4)))
+        other = make_task(write_prompts(tmp_path / "q.jsonl", range(4)), 3, "other")
+        return make_manager(ScriptedController(), other, task).tasks[1].sampler
+
+    unbroken = draw(sampler(), 9)
+    broken = sampler()
+    groups = [broken.sample() for _ in range(6)]
+    for i in (5, 2, 3):
+        groups[i][0].message = [{"role": "user", "content": "written over by a loop"}]
+        broken.give_back(groups[i])
+    if again:
+        state = json.loads(json.dumps(broken.state_dict()))
+        broken = sampler()
+        broken.load_state_dict(state)
+    assert draw(broken, 6) == [unbroken[i] for i in (2, 3, 5, 6, 7, 8)]
+
+
 def test_ids_of_several_tasks_never_meet(tmp_path):
     """Engines know a request by its rollout id; two tasks generate at the same time."""
     path = write_prompts(tmp_path / "p.jsonl", range(4))

@@ -1,5 +1,7 @@
 """The base of all configuration classes."""
 
+from typing import TYPE_CHECKING, Any, Self
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -18,3 +20,32 @@ class XTunerConfig(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    if not TYPE_CHECKING:  # a type checker would take any name for a field
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """A refused assignment changes nothing. Pydantic keeps what an "after" validator refuses."""
+            before, given = self.__dict__.copy(), self.model_fields_set.copy()
+            try:
+                super().__setattr__(name, value)
+            except Exception:
+                object.__setattr__(self, "__dict__", before)
+                object.__setattr__(self, "__pydantic_fields_set__", given)
+                raise
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Configurations are copied, and the lists and dicts between them. What is the user's own is shared: the
+        object behind a function may hold a lock or a connection, which cannot be copied."""
+        copied = self.__copy__()
+        copied.__dict__.update({name: _copied(value) for name, value in self.__dict__.items()})
+        return copied
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, XTunerConfig):
+        return value.__deepcopy__()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value

@@ -28,7 +28,7 @@ class PromptDataloader:
         """Prompts of this epoch that have been handed out."""
         self._datasets = list(datasets)
         self._starts = list(accumulate((len(dataset) for dataset in datasets), initial=0))
-        self._order = self._order_of_epoch()
+        self._order = self._order_of_epoch(self.epoch)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -59,10 +59,16 @@ class PromptDataloader:
         """The next prompt; behind the last one of an epoch the first one of the next."""
         if self.position == len(self):
             self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._order_of_epoch()
+            self._order = self._order_of_epoch(self.epoch)
         state = self[int(self._order[self.position])]
         self.position += 1
         return state
+
+    def again(self, number: int) -> RolloutState:
+        """The prompt that `next` handed out after `number` others, since the beginning of the first epoch."""
+        epoch, position = divmod(number, len(self))
+        order = self._order if epoch == self.epoch else self._order_of_epoch(epoch)
+        return self[int(order[position])]
 
     def state_dict(self) -> dict[str, Any]:
         """Where this is, as JSON holds it."""
@@ -85,7 +91,7 @@ class PromptDataloader:
                     "or start a new run from its weights."
                 )
         self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._order_of_epoch()
+        self._order = self._order_of_epoch(self.epoch)
 
-    def _order_of_epoch(self) -> np.ndarray:
-        return permutation(len(self), self.seed, self.epoch) if self.shuffle else np.arange(len(self))
+    def _order_of_epoch(self, epoch: int) -> np.ndarray:
+        return permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self))

@@ -167,7 +167,8 @@ def _fill_moments(optimizer: Optimizer, name: str, param: Tensor, order: RowOrde
     for moment, values in optimizer.moments_of(param).items():
         if f"{moment}/{name}" not in shards.index:
             raise ValueError(
-                f"the checkpoint has no {moment} of {name}: it is of another optimizer. Keep optim_cfg's class, or set "
-                "load_checkpoint_cfg.load_optimizer_states=False to begin with new moments."
+                f"the checkpoint has no {moment} of {name}: it is of another optimizer. Keep optim_cfg's class, or "
+                "begin a new run with new moments: auto_resume=False and load_checkpoint_cfg with this checkpoint_path "
+                "and load_optimizer_states=False."
             )
         shards.fill(f"{moment}/{name}", param, order, values)

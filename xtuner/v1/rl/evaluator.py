@@ -47,7 +47,8 @@ class EvaluatorConfig(XTunerConfig):
     """Gets all samples, failed and unjudged ones too; returns metrics by name, to which `samples`, `failed` and
     `judge_errors` are added. None: `default_metrics`."""
     eval_timeout: float | None = Field(7200.0, gt=0)
-    """Seconds an evaluation may take; what is not finished then counts as failed. None: no limit."""
+    """Seconds an evaluation may take. Samples that are not finished then count as failed, which a log line says; where
+    `enable_batch_judge` is on, with all others of their prompts. None: no limit."""
 
     @model_validator(mode="after")
     def _one_size(self) -> "EvaluatorConfig":
@@ -113,7 +114,7 @@ class Evaluator:
         return EvalResult(metrics, states)
 
     async def _generate(self) -> list[RolloutState]:
-        jobs = self._groups()
+        jobs = self._jobs()
         futures = [asyncio.create_task(loop.generate_group(group)) for loop, group in jobs]
         try:
             await asyncio.wait(
@@ -129,17 +130,28 @@ class Evaluator:
             self._give_up(group) if future in late else future.result()
             for future, (_, group) in zip(futures, jobs, strict=True)
         ]
+        if late:
+            not_finished = sum(len(group) for future, (_, group) in zip(futures, jobs, strict=True) if future in late)
+            logger.warning(
+                f"eval_timeout={self._config.eval_timeout} s was over before {not_finished} of "
+                f"{sum(map(len, groups))} samples were finished."
+            )
         return [state for group in groups for state in group]
 
-    def _groups(self) -> list[tuple[AgentLoop, Group]]:
+    def _jobs(self) -> list[tuple[AgentLoop, Group]]:
+        """Each sample by itself, so that one that is late costs no other; the samples of a prompt together only where
+        they are judged together."""
         jobs: list[tuple[AgentLoop, Group]] = []
+        num_groups = 0
         stride = max(task.sampler.prompt_repeat_k for task in self._manager.tasks)
         for task in self._manager.tasks:
             for index in range(self.num_prompts[task.name]):
-                group_id, rollout_id = EVAL_ID_BASE + len(jobs), EVAL_ID_BASE + len(jobs) * stride
+                group_id, rollout_id = EVAL_ID_BASE + num_groups, EVAL_ID_BASE + num_groups * stride
+                num_groups += 1
                 prompt = task.sampler.dataloader[index]
                 group = make_group(prompt, task.sampler.prompt_repeat_k, group_id, rollout_id, task.name)
-                jobs.append((task.agent_loop, group))
+                parts = [group] if task.agent_loop.enable_batch_judge else [[state] for state in group]
+                jobs += [(task.agent_loop, part) for part in parts]
         return jobs
 
     def _give_up(self, group: Group) -> Group:

@@ -15,7 +15,8 @@ class ReplayBuffer:
 
     Synchronous production puts a group when it is usable and takes the batch when it is full, so between two
     steps the buffer is empty. What a broken step left is used by the next one while it is fresh,
-    that is, made by the weights that the engine still holds; stale groups are removed and counted as expired.
+    that is, made by the weights that the engine still holds; stale groups are removed and counted as expired,
+    and their prompts are drawn again.
     """
 
     policy = "fifo"

@@ -68,13 +68,16 @@ def newest_checkpoint(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def keep_newest(folder: Path, keep: int | None) -> list[Path]:
-    """Remove all but the newest `keep` numbered folders (None, -1: none is removed); returns those that stay."""
-    found = saved_steps(folder)
-    stale = found[:-keep] if keep is not None and keep > 0 else []
+def keep_newest(last: Path, keep: int | None) -> list[Path]:
+    """Remove all but the newest `keep` numbered folders beside `last`, the one that was saved last (None, -1: none is
+    removed); returns those that stay. Of later steps are those that a resumed run has not come to again: they are older
+    than all others."""
+    found = saved_steps(last.parent)
+    by_age = sorted(found, key=lambda p: (step_of(p) or 0) <= (step_of(last) or 0))
+    stale = by_age[:-keep] if keep is not None and keep > 0 else []
     for path in stale:
         _hide_and_remove(path)
-    return found[len(stale) :]
+    return [path for path in found if path not in stale]
 
 
 def remove_leftovers(run: Path) -> None:

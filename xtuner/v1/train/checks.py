@@ -59,9 +59,10 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     problems = []
     for manager in filter(None, (cfg.agent_loop_manager_cfg, evaluation)):
         try:
-            prompts = sum(len(sampler) for sampler in manager.samplers(tokenizer, cfg.seed))
+            samplers = manager.samplers(tokenizer, cfg.seed)
             if manager is cfg.agent_loop_manager_cfg and cfg.total_train_steps is None:
-                epoch_steps(cfg, prompts)
+                drawn = zip(manager.task_list(), samplers, strict=True)
+                epoch_steps(cfg, sum(len(sampler) for task, sampler in drawn if task.weight > 0))
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer

@@ -27,6 +27,7 @@ from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
 from .experiment import Experiment
 from .progress import Progress, StepTimer
+from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, write_trajectories
 from .step_metrics import Throughput, training_metrics
 
@@ -142,7 +143,7 @@ class RLColocateTrainer:
         try:
             return await work()
         except NoWorkerLeftError as error:
-            logger.error(f"{error}\nThe engines get the weights of version {version}.")
+            logger.error(f"{error}\nThe engines get the weights of version {version}; what was under way begins again.")
             await self._to_training(keep_weights=False)
             await self._to_rollout(version)
             return await work()
@@ -330,15 +331,15 @@ class RLColocateTrainer:
         self.total_steps = self._resolve_steps()
         resume = cfg.auto_resume and not self.debug
         log_dir = Path(cfg.log_dir) if cfg.log_dir else None
-        self.experiment = Experiment(Path(cfg.work_dir or "work_dirs"), self.total_steps, resume, log_dir)
+        self.experiment = Experiment(Path(cfg.work_dir or "work_dirs"), self.total_steps, resume, log_dir, self.debug)
         self.run_dir = self.experiment.path
         log_to_file(self.experiment.logs / "rank_0.log")
         self.cur_step = self.model_step = self.updates = 0
         self.unlogged: dict[str, float] | None = {}
-        named = cfg.load_checkpoint_cfg.checkpoint_path
-        checkpoint = self.experiment.checkpoint or (Path(named) if named else None)
-        if checkpoint is not None:
-            self._restore_driver(read_state(checkpoint))
+        own = self.experiment.checkpoint  # all of it is taken: what may be chosen is what a new run begins with
+        load = LoadCheckpointConfig(checkpoint_path=own) if own is not None else cfg.load_checkpoint_cfg
+        if load.checkpoint_path is not None:
+            self._restore_driver(load)
         all_trained = self.cur_step >= self.total_steps and self.unlogged is None
         self.finished = all_trained or self.experiment.last_step >= self.total_steps
         if self.finished:
@@ -347,7 +348,7 @@ class RLColocateTrainer:
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)
-        self.loop.run(self._start(checkpoint))
+        self.loop.run(self._start(load))
 
     def _build_rollout(self) -> None:
         cfg = self.cfg
@@ -384,26 +385,27 @@ class RLColocateTrainer:
             return max(replay_steps(Path(cfg.debug_rollout_dir)))
         return epoch_steps(cfg, len(self.manager))
 
-    def _restore_driver(self, state: dict[str, Any]) -> None:
-        assert self.experiment is not None
+    def _restore_driver(self, load: LoadCheckpointConfig) -> None:
+        assert self.experiment is not None and load.checkpoint_path is not None
+        state = read_state(Path(load.checkpoint_path))
         self.cur_step = self.model_step = state["cur_step"]
         self.updates = state["optimizer_updates"]
         behind = self.experiment.resumed and self.experiment.last_step < self.cur_step
         self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
-        if self.cfg.load_checkpoint_cfg.load_dataset:
+        if load.load_dataset:
             self.manager.load_state_dict(state["manager"])
             if state["replay_buffer"] is not None:
                 self.replay_buffer.load_state_dict(state["replay_buffer"])
 
-    async def _start(self, checkpoint: Path | None) -> None:
+    async def _start(self, load: LoadCheckpointConfig) -> None:
         """Training workers first, with the weights; then engines, which take what memory is left."""
         if not self.cfg.debug_rollout:
-            await self._start_workers(checkpoint)
+            await self._start_workers(load)
         if self.rollout is not None:
             assert self.experiment is not None
             await self.rollout.start(self.experiment.logs)
 
-    async def _start_workers(self, checkpoint: Path | None) -> None:
+    async def _start_workers(self, load: LoadCheckpointConfig) -> None:
         cfg, worker = self.cfg, self.cfg.train_worker_cfg
         assert self.experiment is not None
         worker = worker.model_copy(
@@ -427,9 +429,8 @@ class RLColocateTrainer:
             for rank in range(self.world_size)
         ]  # fmt: skip
         await self.on_workers("setup", *self.launcher.rendezvous())
-        load = cfg.load_checkpoint_cfg
-        if checkpoint is not None:
-            weights = str(checkpoint / "weights")
+        if load.checkpoint_path is not None:
+            weights = str(Path(load.checkpoint_path) / "weights")
             await self.on_workers("load_checkpoint", weights, load.load_optimizer_states, load.load_scheduler)
         await self.on_workers("offload")
 

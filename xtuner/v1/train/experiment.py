@@ -26,10 +26,18 @@ class Experiment:
     """`<work_dir>/<YYYYmmddHHMMSS>/`, owned by this process as long as it lives.
 
     `<work_dir>/.xtuner_rl_colocate_trainer` lists all runs for people and tools. Runs are found again by their
-    folders, so a work dir may be moved or copied.
+    folders, so a work dir may be moved or copied. Those of debug runs are `debug-<YYYYmmddHHMMSS>`: half a run is
+    nothing to go on with, whatever steps it has.
     """
 
-    def __init__(self, work_dir: Path, total_steps: int, resume: bool = False, log_dir: Path | None = None):
+    def __init__(
+        self,
+        work_dir: Path,
+        total_steps: int,
+        resume: bool = False,
+        log_dir: Path | None = None,
+        debug: bool = False,
+    ):
         """With `resume` the newest run of `work_dir`, if it is finished or has a complete checkpoint.
 
         Raises:
@@ -43,7 +51,7 @@ class Experiment:
         self._log_dir = log_dir
         found = self._newest(total_steps) if resume else None
         self.resumed = found is not None
-        self.path = found or self._new_folder()
+        self.path = found or self._new_folder("debug-" if debug else "")
         self._own()
         remove_leftovers(self.path)
         self.checkpoint = newest_checkpoint(self.path)
@@ -82,8 +90,8 @@ class Experiment:
         get_logger().info(f"auto_resume: continuing {newest} from {checkpoint.name}.")
         return newest
 
-    def _new_folder(self) -> Path:
-        stamp = datetime.now().strftime("%Y%m%d%H%M%S")
+    def _new_folder(self, prefix: str) -> Path:
+        stamp = prefix + datetime.now().strftime("%Y%m%d%H%M%S")
         for suffix in ("", *(f"-{n}" for n in range(1, 100))):
             path = self.work_dir / f"{stamp}{suffix}"
             try:
@@ -120,9 +128,9 @@ class Experiment:
         write_json(self.work_dir / META_FILE, {"exps": [*others, self.entry]})
 
     def saved(self, final: Path, keep: int | None) -> None:
-        """Note a finished checkpoint or export; remove all of its kind but the newest `keep` (None, -1: all)."""
+        """Note a finished checkpoint or export; remove all of its kind but the newest `keep` (None, -1: all stay)."""
         key = "hf_checkpoint_list" if final.name.startswith("hf") else "checkpoint_list"
-        self.entry[key] = [str(p) for p in keep_newest(final.parent, keep)]
+        self.entry[key] = [str(p) for p in keep_newest(final, keep)]
         self.save()
 
     def close(self) -> None:

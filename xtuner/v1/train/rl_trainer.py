@@ -24,7 +24,8 @@ class LoadCheckpointConfig(XTunerConfig):
 
     checkpoint_path: str | Path | None = None
     """A `ckpt-step-N` folder to start from, in a new run. None: start from `load_from`. With `auto_resume` a
-    checkpoint of the run itself comes first, so that a run that started here goes on where it was cut short."""
+    checkpoint of the run itself comes first, and all of it is taken, so that a run that started here goes on where it
+    was cut short."""
     load_optimizer_states: bool = True
     """Continue with the saved moments."""
     load_optimizer_args: bool = True
@@ -77,7 +78,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     total_train_steps: int | None = Field(None, gt=0)
     """Train steps. Wins over `total_epochs` if both are given (a log line says so)."""
     total_epochs: int | None = Field(None, gt=0)
-    """Passes over the prompts: steps = prompts // train_batch_size * epochs."""
+    """Passes over the prompts of all tasks with a weight above 0: steps = prompts // train_batch_size * epochs."""
     train_batch_size: int = Field(gt=0)
     """Groups (prompts) a train step."""
     advantage_estimator_config: SerializeAsAny[BaseAdvantageConfig] = Field(default_factory=GRPOAdvantageConfig)
@@ -93,10 +94,10 @@ class RLColocateTrainerConfig(XTunerConfig):
     work_dir: Path | str | None = None
     """Runs are folders in it. None: ./work_dirs"""
     auto_resume: bool = False
-    """Continue the newest run of `work_dir` from its newest complete checkpoint, whatever
-    `load_checkpoint_cfg.checkpoint_path` says; a new run if there is none."""
+    """Continue the newest run of `work_dir`, debug runs aside, from its newest complete checkpoint and all that is in
+    it, whatever `load_checkpoint_cfg` says; a new run if there is none."""
     load_checkpoint_cfg: LoadCheckpointConfig = Field(default_factory=LoadCheckpointConfig)
-    """Resume from a named checkpoint, and what to take from it."""
+    """Start from a named checkpoint, and what to take from it."""
     checkpoint_interval: int | None = -1
     """Save a checkpoint every so many steps; -1 or None: none."""
     checkpoint_maxkeep: int | None = -1
@@ -104,7 +105,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     hf_interval: int | None = -1
     """Export a Hugging Face folder every so many steps; the last step is exported in any case."""
     hf_max_keep: int | None = -1
-    """Newest exports to keep; -1 or None: all."""
+    """Newest exports to keep, by the time they were made; -1 or None: all."""
     save_final_hf: bool = True
     """Export the final model to `<run>/hf/hf-step-<last>`."""
     checkpoint_no_save_optimizer: bool = False
@@ -123,10 +124,11 @@ class RLColocateTrainerConfig(XTunerConfig):
     """Once a train step has shown what training needs: leave weights, moments and the engine's memory on the device
     between the phases, if all of it fits with packs of `pack_max_length`. False: hand the device over every time."""
     debug_rollout: bool = False
-    """Only rollouts, by the initial weights: each step's groups go to `debug_rollout_<step>.jsonl`."""
+    """Only rollouts, by the initial weights: each step's groups go to `debug_rollout_<step>.jsonl`. The run's own
+    folder is `debug-<time>`."""
     debug_train: bool = False
     """Only training, from `load_from` on the groups saved by `debug_rollout`, without an engine: no evaluation,
-    no checkpoint, no export. Without `total_train_steps`: all saved steps."""
+    no checkpoint, no export, in a folder `debug-<time>`. Without `total_train_steps`: all saved steps."""
     debug_rollout_dir: str | Path | None = None
     """Folder of the saved groups; needed by either debug mode."""
     skip_checkpoint_validation: bool = False
@@ -203,7 +205,8 @@ class RLColocateTrainerConfig(XTunerConfig):
         return check_data(self)
 
     def build(self) -> "RLColocateTrainer":
-        """Check, start the workers and load the weights. This configuration is not changed.
+        """Check, start the workers and load the weights. This configuration is not changed: the run has a copy, which
+        shares only what is your own in it, such as reward functions and the objects behind them.
 
         Raises:
             ValueError: what `check` finds, all of it at once.

@@ -52,7 +52,10 @@ class AgentLoop(ABC):
         """Generate one response in one or more requests. If it sets `reward`, the judger is not asked."""
 
     async def generate_group(self, states: list[RolloutState]) -> list[RolloutState]:
-        """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`."""
+        """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`.
+
+        An evaluation gives each sample by itself, unless `enable_batch_judge` is set.
+        """
         for state in states:
             state.sample_params = self.sample_params
         group = await run_all(self._generate_one(state) for state in states)
@@ -170,4 +173,4 @@ class AgentLoopConfig(XTunerConfig, ABC):
             tokenizer,
             resources=self.cpu_resources,
         )
-        return RouterAgentLoop(workers, self.sample_params)
+        return RouterAgentLoop(workers, self.sample_params, self.enable_batch_judge)

@@ -94,8 +94,8 @@ class AgentLoopManager:
         self._starved: set[str] = set()
 
     def __len__(self) -> int:
-        """Prompts of all tasks in one epoch."""
-        return sum(len(task.sampler) for task in self.tasks)
+        """Prompts that batches are drawn from, once each: those of all tasks with a weight."""
+        return sum(len(task.sampler) for task in self.tasks if task.weight > 0)
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:

@@ -104,7 +104,7 @@ class SyncProduceStrategy:
 
     Groups under way and usable groups together never exceed the batch, and all that start are awaited. So the
     prompts that are tried are the shortest run of the sampler's prompts that holds a batch of usable groups,
-    whatever the order in which they finish.
+    whatever the order in which they finish. If the step breaks, those under way go back to the sampler.
     """
 
     def __init__(
@@ -132,16 +132,17 @@ class SyncProduceStrategy:
         tally = Tally(self._task_name)
         self._drop_stale(model_step, tally)
         max_groups = math.ceil(self._config.max_groups_factor * batch_size)
-        running: set[asyncio.Task[tuple[Group, float]]] = set()
+        running: dict[asyncio.Task[tuple[Group, float]], Group] = {}
         finished: asyncio.Queue[asyncio.Task[tuple[Group, float]]] = asyncio.Queue()
         num_started, next_log = 0, time.monotonic() + _PROGRESS_SECONDS
         try:
             async with asyncio.timeout(self._config.step_timeout) as deadline:
                 while self._wants_more(usable := self._buffer.count(self._task_name), batch_size):
                     while usable + len(running) < batch_size and num_started < max_groups:
-                        task = asyncio.create_task(self._generate(self._sampler.sample()))
+                        drawn = self._sampler.sample()
+                        task = asyncio.create_task(self._generate(drawn))
                         task.add_done_callback(finished.put_nowait)
-                        running.add(task)
+                        running[task] = drawn
                         num_started += 1
                     if not running:
                         why = (
@@ -149,8 +150,8 @@ class SyncProduceStrategy:
                         )
                         raise RuntimeError(self._gave_up(tally, batch_size, why, _hint(tally)))
                     task = await finished.get()
-                    running.discard(task)
                     group, seconds = task.result()
+                    del running[task]
                     self._accept(group, seconds, train_step, model_step, tally)
                     if tally.generated >= batch_size:
                         tally.check_judge_errors(self._max_judge_error_rate)
@@ -158,8 +159,10 @@ class SyncProduceStrategy:
                         next_log = time.monotonic() + _PROGRESS_SECONDS
                         usable = self._buffer.count(self._task_name)
                         logger.info(f"task {self._task_name!r}: {usable} of {batch_size} groups")
-        except TimeoutError:
-            if not deadline.expired():
+        except BaseException as error:
+            for drawn in running.values():
+                self._sampler.give_back(drawn)
+            if not isinstance(error, TimeoutError) or not deadline.expired():
                 raise
             why = f"step_timeout={self._config.step_timeout} s over with {len(running)} groups under way"
             hint = "Raise it if the engines are only slow."
@@ -201,6 +204,7 @@ class SyncProduceStrategy:
             return any(step != model_step for state in group for step in state.response_model_steps or ())
 
         for group in self._buffer.remove(stale, self._task_name):
+            self._sampler.give_back(group)
             tally.dropped["expired"] += 1
             tally.samples[Status.EXPIRED.value] += len(group)
 

@@ -1,5 +1,6 @@
 """From prompts to groups of samples to be generated."""
 
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -51,6 +52,8 @@ class Sampler:
         self.prompt_repeat_k = prompt_repeat_k
         self.task_name = task_name
         self.num_groups = 0
+        self._given_back: list[int] = []
+        """Numbers of the groups to be drawn again, a heap."""
         self._task_index, self._num_tasks = task_index, num_tasks
         self._id_stride = id_stride or prompt_repeat_k
 
@@ -59,20 +62,34 @@ class Sampler:
         return len(self.dataloader)
 
     def sample(self) -> list[RolloutState]:
-        """The next prompt, K times."""
-        prompt = self.dataloader.next()
-        group_id = self.num_groups * self._num_tasks + self._task_index
-        self.num_groups += 1
+        """The next prompt, K times: of those given back the first one drawn, if there are any."""
+        if self._given_back:
+            number = heappop(self._given_back)
+            prompt = self.dataloader.again(number)
+        else:
+            number, prompt = self.num_groups, self.dataloader.next()
+            self.num_groups += 1
+        group_id = number * self._num_tasks + self._task_index
         return make_group(prompt, self.prompt_repeat_k, group_id, group_id * self._id_stride, self.task_name)
 
+    def give_back(self, group: list[RolloutState]) -> None:
+        """This group came to nothing: its prompt is drawn again, under the same ids, before any new one."""
+        assert group[0].group_id is not None
+        heappush(self._given_back, (group[0].group_id - self._task_index) // self._num_tasks)
+
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data and the running count, as JSON values."""
-        return {"num_groups": self.num_groups, "dataloader": self.dataloader.state_dict()}
+        """Position in the data, the running count and what was given back, as JSON values."""
+        return {
+            "num_groups": self.num_groups,
+            "given_back": sorted(self._given_back),
+            "dataloader": self.dataloader.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the group that would have come next."""
         self.dataloader.load_state_dict(state["dataloader"])
         self.num_groups = state["num_groups"]
+        self._given_back = list(state.get("given_back", []))
 
 
 class SamplerConfig(XTunerConfig):
