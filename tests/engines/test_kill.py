@@ -151,7 +151,7 @@ def test_killed_asleep_it_comes_back_with_the_next_weights_once_the_device_is_fr
     update(engines, engine, 1, 40)
     engines.run(engine.sleep())
     kill_all(engine)
-    assert engines.run(engine.health())
+    assert engines.run(engine.server.dies()) and engines.run(engine.health())
     with pytest.raises(EngineLostError, match="Last lines of"):
         engines.run(engine.wake(("weights",)))
     engines.run(engine.revive())

@@ -87,6 +87,7 @@ def test_killed_asleep_it_starts_when_the_trainer_has_left_the_device(tmp_path):
             held: torch.Tensor | None = torch.empty(of_the_trainer, dtype=torch.uint8, device="cuda")
             for pid in descendants(engine.server.pid) - {engine.server.pid}:
                 os.kill(pid, signal.SIGKILL)
+            assert engines.run(engine.server.dies())
             start = time.monotonic()
             with pytest.raises(EngineLostError, match="its process is gone"):
                 engines.run(engine.wake(("weights",)))
