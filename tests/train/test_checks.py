@@ -123,6 +123,7 @@ def sampling(**fields):
     [
         (sampling(temperature=0.0), "train: sample_params.temperature=0.0, top_k=0 is greedy"),
         (sampling(top_k=1), "temperature=1.0, top_k=1 is greedy"),
+        (sampling(sampling_seed=5), "train: sample_params.sampling_seed=5 gives all responses of a group the same"),
         (sampling(return_logprob=False), "return_logprob and return_token_ids must be True"),
         ({"task": {"k": 1}}, "prompt_repeat_k=1, but a group needs at least 2 responses: GRPOAdvantageConfig"),
         ({"task": {"k": 1}, "advantage_estimator_config": RLOOAdvantageConfig()}, "at least 2 responses: RLOO"),
@@ -203,8 +204,10 @@ def test_all_problems_are_told_at_once(model, tmp_path):
     assert len(text.splitlines()) == 3
 
 
-def test_evaluation_may_be_greedy_and_is_checked_too(model, tmp_path):
+def test_evaluation_may_be_greedy_or_seeded_and_is_checked_too(model, tmp_path):
     assert problems_of(model, tmp_path, **with_evaluation(model, tmp_path)) == ""
+    seeded = SampleParams(max_tokens=RESPONSE, sampling_seed=5)
+    assert problems_of(model, tmp_path, **with_evaluation(model, tmp_path, params=seeded)) == ""
     rows = write_prompts(tmp_path)
     long = task(model, rows, "long", k=1, params=SampleParams(max_tokens=99, temperature=0.0))
     changes = with_evaluation(model, tmp_path) | {"eval_agent_loop_manager_cfg": AgentLoopManagerConfig(tasks=long)}

@@ -246,6 +246,12 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskS
             f"{where}: sample_params.temperature={params.temperature}, top_k={params.top_k} is greedy: all responses "
             "of a group would be alike. Training needs temperature > 0 and top_k != 1."
         )
+    if params.sampling_seed is not None:
+        problems.append(
+            f"{where}: sample_params.sampling_seed={params.sampling_seed} gives all responses of a group the same "
+            "draws: they would be alike, and nothing would be learnt. Leave it out; the run's seed makes them "
+            "repeatable."
+        )
     if not params.return_logprob or not params.return_token_ids:
         problems.append(f"{where}: sample_params.return_logprob and return_token_ids must be True for training.")
     estimator = cfg.advantage_estimator_config
