@@ -6,7 +6,7 @@ import shutil
 import pytest
 from pydantic import ValidationError
 
-from xtuner.v1.config import FSDPConfig
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model import ZLossConfig, get_model_config_from_hf
 from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
@@ -102,6 +102,14 @@ def test_options_that_would_do_nothing_are_refused(make, message):
         ({"offload_rollout_routed_experts": True}, "offload_rollout_routed_experts=True"),
         ({"sft_dataloader_cfg": {}}, "supervised steps"),
         ({"rollout_steps_per_sft": 2}, "sft_\\* options need"),
+        (
+            {"optim_cfg": AdamWConfig(lr=2e-7), "lr_cfg": LRConfig(lr_type="cosine")},
+            "lr_min=1e-06 is not below optim_cfg.lr=2e-07, so lr_type='cosine' would raise the rate; .*lr_min=2e-08",
+        ),
+        (
+            {"optim_cfg": AdamWConfig(lr=1e-6), "lr_cfg": LRConfig(lr_type="linear")},
+            "lr_type='linear' would not lower the rate",
+        ),
         ({"optimizer_steps": 0}, "optimizer_steps"),
         ({"update_weight_bucket_size_in_gb": 0}, "update_weight_bucket_size_in_gb"),
     ],
@@ -109,6 +117,10 @@ def test_options_that_would_do_nothing_are_refused(make, message):
 def test_a_worker_refuses_what_it_cannot_do(model, tmp_path, changes, message):
     with pytest.raises(ValidationError, match=message):
         config(model, tmp_path, worker=changes)
+
+
+def test_a_constant_rate_has_no_lowest(model, tmp_path):
+    config(model, tmp_path, worker={"optim_cfg": AdamWConfig(lr=2e-7), "lr_cfg": LRConfig(lr_type="constant")})
 
 
 # ---------------------------------------------------------------- by check, and by build

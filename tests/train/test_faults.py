@@ -94,7 +94,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run(model, tmp_path):
 
 
 def test_updates_that_are_skipped_again_and_again_end_the_run(model, tmp_path):
-    worker = {"optim_cfg": AdamWConfig(skip_grad_norm_threshold=1e-9), "max_consecutive_skips": 2}
+    worker = {"optim_cfg": AdamWConfig(lr=1e-2, skip_grad_norm_threshold=1e-9), "max_consecutive_skips": 2}
     run = fails(config(model, tmp_path, worker=worker), "2 updates in a row were skipped")
     assert "optimizer step 1 skipped: gradient norm" in (run / "logs" / "rank_0.log").read_text()
 
