@@ -11,7 +11,7 @@ from xtuner.v1.config import XTunerConfig
 from xtuner.v1.rl.utils import CPUResourcesConfig, Launcher
 
 from .base import Judger
-from .native import MAX_AWAITED, NativeJudger
+from .native import NativeJudger
 from .remote import JudgerPool, JudgerWorker, RemoteJudger
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class JudgerConfig(XTunerConfig):
     http(s) URL of a service that takes these three as JSON and replies with the dict. None only in subclasses that
     override `build_local`. A plain function must be thread-safe, and picklable if `cpu_resources` is set."""
     request_timeout: float = Field(30.0, gt=0, allow_inf_nan=False)
-    """Longest time for one sample in seconds, retries included, waiting for a free slot not. Past it the sample has a
-    judge error."""
+    """Longest time for one sample in seconds, retries included, waiting for a free slot (here or in a process) not.
+    Past it the sample has a judge error."""
     extra_info: dict[str, Any] = Field({}, exclude=True)
     """Handed to the reward function with every sample (a shallow copy). JSON values only for a URL."""
     cpu_resources: CPUResourcesConfig | None = None
@@ -85,8 +85,7 @@ class JudgerConfig(XTunerConfig):
         if self.cpu_resources is None or launcher is None or launcher.kind == "local":
             return self.build_local()
         handles = launcher.spawn_cpu(f"judger:{self.judger_name}", JudgerWorker, self, resources=self.cpu_resources)
-        limit = self.max_concurrency or MAX_AWAITED
-        replicas = [RemoteJudger(self.build_local(), h, self.request_timeout, limit) for h in handles]
+        replicas = [RemoteJudger(self.build_local(), handle, self.request_timeout) for handle in handles]
         return replicas[0] if len(replicas) == 1 else JudgerPool(replicas)
 
 

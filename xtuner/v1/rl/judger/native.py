@@ -38,7 +38,8 @@ class NativeJudger(Judger):
         self.retry_delay = retry_delay
         self.inline = inline
         awaited = isinstance(reward_handler, str) or _is_async(reward_handler)
-        self._slots = Slots(max_concurrency or (MAX_AWAITED if awaited else MAX_THREADS))
+        self.max_concurrency = max_concurrency or (MAX_AWAITED if awaited else MAX_THREADS)
+        self._slots = Slots(self.max_concurrency)
 
     def get_judger_name(self) -> str:
         return self.judger_name
