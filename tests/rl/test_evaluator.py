@@ -19,6 +19,7 @@ from xtuner.v1.data_proto import RolloutState, SampleParams, Status
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.evaluator import EVAL_ID_BASE, EvalResult, EvaluatorConfig, default_metrics, pass_at_k
 from xtuner.v1.rl.judger import JudgerConfig
+from xtuner.v1.rl.judger.gsm8k import score_gsm8k
 
 
 @pytest.fixture
@@ -195,6 +196,19 @@ def test_attempts_at_one_problem_are_found_by_its_id():
 def test_only_positive_scores_are_right():
     assert default_metrics([state_of(s, i) for i, s in enumerate((1, 0, -1, 0.2))])["accuracy"] == 0.5
     assert default_metrics([])["accuracy"] == 0
+
+
+def test_a_wrong_answer_that_earns_something_is_wrong():
+    """format_score pays for a number that is not the right one; two attempts at each of five questions."""
+    rule = {"score": 1, "format_score": 0.1}
+    states = [state_of(0, i // 2) for i in range(10)]
+    for i, state in enumerate(states):
+        state.reward = score_gsm8k("#### 72" if i == 0 else "#### 7", "72", rule)
+    metrics = default_metrics(states)
+    assert metrics["accuracy"] == 0.1 and metrics["pass@2"] == pytest.approx(0.2)
+    states[0].judge_error = "lost"
+    assert default_metrics(states)["accuracy"] == 0
+    assert default_metrics([state_of(-0.5).model_copy(update={"reward": {"score": -0.5, "acc": 1}})])["accuracy"] == 1
 
 
 def test_lengths_count_responses_and_cut_ones_too():

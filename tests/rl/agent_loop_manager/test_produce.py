@@ -240,6 +240,8 @@ def test_equal_rewards_are_compared_by_accuracy_where_there_is_one(rewards, kept
 def test_drop_equal_rewards_by_a_named_field():
     group = [RolloutState(message=[], reward={"score": s, "acc": 1, "style": 3}) for s in (0, 1)]
     assert drop_equal_rewards("style")(group) is False
+    formatted = [RolloutState(message=[], reward={"score": score, "acc": False}) for score in (0, 0.1)]
+    assert drop_equal_rewards("score")(formatted) is True and drop_equal_rewards()(formatted) is False
     with pytest.raises(ValueError, match="field='missing'"):
         drop_equal_rewards("missing")(group)
 

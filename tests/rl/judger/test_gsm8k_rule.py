@@ -285,9 +285,10 @@ def test_pays_exactly_the_right_value(group):
 
 def test_scores_of_right_wrong_and_no_answer():
     info = {"score": 2, "format_score": 0.5}
-    assert score_gsm8k("#### 36", "36", info) == {"score": 2.0, "answer": "36"}
-    assert score_gsm8k("#### 35.5", "36", info) == {"score": 0.5, "answer": "35.5"}
-    assert score_gsm8k("36", "36", info) == {"score": 0.0, "answer": None}
+    assert score_gsm8k("#### 36", "36", info) == {"score": 2.0, "acc": True, "answer": "36"}
+    assert score_gsm8k("#### 35.5", "36", info) == {"score": 0.5, "acc": False, "answer": "35.5"}
+    assert score_gsm8k("36", "36", info) == {"score": 0.0, "acc": False, "answer": None}
+    assert score_gsm8k("36", "", info)["acc"] is score_gsm8k("#### 36", "", info)["acc"] is False
 
 
 def test_extraction_is_exact():

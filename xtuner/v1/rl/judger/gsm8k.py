@@ -40,17 +40,15 @@ def extract_answer(text: str) -> Fraction | None:
 def score_gsm8k(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """`score` where response and label have equal value, `format_score` where the answer is another number, else 0.
 
-    The reward's `answer` is the number that was read, None if there was none. An empty label matches nothing; a
-    label that holds no number raises ValueError.
+    The reward's `answer` is the number that was read, None if there was none; `acc` tells whether it is the right one,
+    whatever the scores. An empty label matches nothing; a label that holds no number raises ValueError.
     """
     answer, gold = extract_answer(response), _read_label(label)
     if answer is None:
-        score = 0.0
-    elif answer == gold:
-        score = float(extra_info.get("score", 1))
-    else:
-        score = float(extra_info.get("format_score", 0))
-    return {"score": score, "answer": None if answer is None else _shown(answer)}
+        return {"score": 0.0, "acc": False, "answer": None}
+    right = answer == gold
+    score = extra_info.get("score", 1) if right else extra_info.get("format_score", 0)
+    return {"score": float(score), "acc": right, "answer": _shown(answer)}
 
 
 def _read_label(label: Any) -> Fraction | None:
