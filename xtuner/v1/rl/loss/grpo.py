@@ -13,7 +13,7 @@ from xtuner.v1.config import XTunerConfig
 from .importance import RolloutImportanceSampling
 from .kl import KLKind, kl_penalty
 from .metrics import Metrics, mean_of, sum_by_sample, sum_of
-from .policy import check_policy_loss_cfg, get_policy_loss_fn, policy_metrics
+from .policy import check_policy_loss_cfg, get_policy_loss_fn, know_policy_loss, policy_metrics
 
 
 class BaseRLLossConfig(XTunerConfig, ABC):
@@ -87,6 +87,15 @@ class BaseRLLossConfig(XTunerConfig, ABC):
                 "'constant' needs a length, the others take none."
             )
         return self
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Pickled with the function of its loss, which may be registered in this process alone."""
+        name = self.policy_loss_cfg["loss_type"]
+        return super().__getstate__() | {"policy_loss": (name, get_policy_loss_fn(name))}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        know_policy_loss(*state["policy_loss"])
+        super().__setstate__(state)
 
     @property
     def logprob_chunk_size(self) -> int | None:
