@@ -245,4 +245,11 @@ def test_config_refuses_contradictions_and_keeps_functions_out_of_dumps(ten):
         EvaluatorConfig(eval_sample_ratio=1.5)
     with pytest.raises(ValueError, match="eval_sample_ratio=0.05 of 10 prompts is none"):
         EvaluatorConfig(eval_sample_ratio=0.05).build(make_manager(ScriptedController(), make_task(ten)))
+    with pytest.raises(ValueError, match=r"func is called with the list of all samples, but <lambda>\(a, b\) does"):
+        EvaluatorConfig(compute_metric_func=lambda a, b: {})
+
+    async def later(states): ...
+
+    with pytest.raises(ValueError, match="compute_metric_func is an async function"):
+        EvaluatorConfig(compute_metric_func=later)
     assert "compute_metric_func" not in json.loads(EvaluatorConfig(compute_metric_func=len).model_dump_json())

@@ -257,6 +257,23 @@ def test_functions_that_would_silently_keep_everything_are_refused(prompts):
         produce(make_manager(ScriptedController(), make_task(prompts, **strategy(is_valid_sample_fn=keep))))
 
 
+async def later(*arguments): ...
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"is_valid_sample_fn": lambda: True}, r"is_valid_sample_fn is called with the list of a group's samples"),
+        ({"should_continue_fn": lambda done: True}, r"should_continue_fn is called with completed_count and batch"),
+        ({"is_valid_sample_fn": later}, "is_valid_sample_fn is an async function; give a plain one"),
+        ({"should_continue_fn": later}, "should_continue_fn is an async function"),
+    ],
+)
+def test_functions_that_could_not_be_called_are_refused_at_once(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SyncProduceStrategyConfig(**fields)
+
+
 def test_functions_stay_out_of_dumps(prompts):
     task = make_task(prompts, **strategy(is_valid_sample_fn=drop_equal_rewards()))
     dump = json.dumps(task.model_dump(mode="json"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, Status, reset_response
@@ -18,6 +18,7 @@ from xtuner.v1.rl.agent_loop.outcome import finite
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.signatures import check_call, check_plain
 
 logger = get_logger()
 
@@ -50,6 +51,14 @@ class EvaluatorConfig(XTunerConfig):
     positive, or its score where the judge gives no `acc`; and the lengths."""
     eval_timeout: float | None = Field(7200.0, gt=0)
     """Seconds an evaluation may take; what is not finished then counts as failed. None: no limit."""
+
+    @field_validator("compute_metric_func")
+    @classmethod
+    def _callable_so(cls, value: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if value is not None:
+            check_plain(value, "compute_metric_func")
+            check_call(value, "compute_metric_func", "with the list of all samples", [])
+        return value
 
     @model_validator(mode="after")
     def _one_size(self) -> "EvaluatorConfig":

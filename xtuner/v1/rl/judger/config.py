@@ -1,6 +1,5 @@
 """What a user says about judging with a function or a service."""
 
-import inspect
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from pydantic import Field, model_validator
 
 from xtuner.v1.config import XTunerConfig
 from xtuner.v1.rl.utils import CPUResourcesConfig, Launcher
+from xtuner.v1.utils.signatures import check_call
 
 from .base import Judger
 from .native import NativeJudger
@@ -61,7 +61,8 @@ class JudgerConfig(XTunerConfig):
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where} is a URL, so extra_info must be JSON: {error}.") from None
         else:
-            _check_signature(handler, where)
+            how = "with the keywords response, label and extra_info"
+            check_call(handler, where, how, response="", label="", extra_info={})
         for name in ("max_retries", "retry_delay"):
             if name in self.model_fields_set and not isinstance(handler, str):
                 raise ValueError(f"{where} is no URL, so {name} has no effect: remove it.")
@@ -87,20 +88,6 @@ class JudgerConfig(XTunerConfig):
         handles = launcher.spawn_cpu(f"judger:{self.judger_name}", JudgerWorker, self, resources=self.cpu_resources)
         replicas = [RemoteJudger(self.build_local(), handle, self.request_timeout) for handle in handles]
         return replicas[0] if len(replicas) == 1 else JudgerPool(replicas)
-
-
-def _check_signature(handler: Callable[..., Any], where: str) -> None:
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):
-        return  # builtins may have none
-    try:
-        signature.bind(response="", label="", extra_info={})
-    except TypeError as error:
-        raise ValueError(
-            f"{where} is called with the keywords response, label and extra_info, "
-            f"but {getattr(handler, '__name__', handler)!s}{signature} does not take them: {error}."
-        ) from None
 
 
 def build_judger(config: "JudgerConfig | ComposedJudgerConfig", launcher: Launcher | None = None) -> Judger:

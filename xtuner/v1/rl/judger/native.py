@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from xtuner.v1.utils.signatures import is_async
+
 from .base import JudgeError, Judger
 from .limits import Slots, in_thread, within
 
@@ -37,7 +39,7 @@ class NativeJudger(Judger):
         self.max_retries = max_retries
         self.retry_delay = retry_delay
         self.inline = inline
-        awaited = isinstance(reward_handler, str) or _is_async(reward_handler)
+        awaited = isinstance(reward_handler, str) or is_async(reward_handler)
         self.max_concurrency = max_concurrency or (MAX_AWAITED if awaited else MAX_THREADS)
         self._slots = Slots(self.max_concurrency)
 
@@ -63,11 +65,7 @@ class NativeJudger(Judger):
             from .http import post_json
 
             return await post_json(handler, arguments, self.request_timeout, self.max_retries, self.retry_delay)
-        if _is_async(handler):
+        if is_async(handler):
             return await handler(**arguments)
         result = await in_thread(functools.partial(handler, **arguments))
         return await result if inspect.isawaitable(result) else result
-
-
-def _is_async(handler: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
