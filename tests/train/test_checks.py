@@ -12,11 +12,12 @@ from xtuner.v1.model import ZLossConfig, get_model_config_from_hf
 from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
+from xtuner.v1.rl.judger import ComposedJudgerConfig, GSM8KJudgerConfig, JudgerConfig
 from xtuner.v1.rl.loss import GRPOLossConfig
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
 from xtuner.v1.utils import get_logger
 
-from .helpers import PROMPT, RESPONSE, config, fit, task, with_evaluation, write_moe_model, write_prompts
+from .helpers import PROMPT, RESPONSE, config, fit, spread, task, with_evaluation, write_moe_model, write_prompts
 
 
 def problems_of(model, tmp_path, **changes) -> str:
@@ -224,6 +225,21 @@ def test_evaluation_may_be_greedy_or_seeded_and_is_checked_too(model, tmp_path):
     long = task(model, rows, "long", k=1, params=SampleParams(max_tokens=99, temperature=0.0))
     changes = with_evaluation(model, tmp_path) | {"eval_agent_loop_manager_cfg": AgentLoopManagerConfig(tasks=long)}
     assert "eval_agent_loop_manager_cfg.long: prompt max_length=48" in problems_of(model, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_a_judge_that_compares_needs_labels(model, tmp_path, composed):
+    def text(judger, required):
+        cfg = config(model, tmp_path, task={"judger_config": judger})
+        (entry,) = cfg.agent_loop_manager_cfg.tasks.sampler_config.dataloader_cfg.dataset_config_list
+        entry["tokenize_fn"].require_ground_truth = required
+        return "\n".join(cfg.check())
+
+    rule, own = GSM8KJudgerConfig(), JudgerConfig(judger_name="own", reward_handler=spread)
+    both = ComposedJudgerConfig(branches={"rule": rule, "own": own}) if composed else own
+    rule = ComposedJudgerConfig(branches={"rule": rule}) if composed else rule
+    assert "train: the tokenize function's require_ground_truth=False lets" in text(rule, required=False)
+    assert text(rule, required=True) == text(both, required=False) == ""
 
 
 class RewardsItself(SingleTurnAgentLoopConfig):

@@ -52,7 +52,8 @@ class RLTextTokenizeFnConfig(XTunerConfig):
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
     require_ground_truth: bool = True
-    """Refuse rows without `reward_model.ground_truth`. False if no judger needs a label."""
+    """Refuse rows without `reward_model.ground_truth`. False if no judger needs a label; reward functions then get
+    None."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -225,6 +225,12 @@ def _check_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig
             f"{where}: prompt max_length={longest} + sample_params.max_tokens={params.max_tokens} = "
             f"{longest + params.max_tokens} exceeds {limit} or lower one of them."
         )
+    datasets, judger = task.sampler_config.dataloader_cfg.dataset_config_list or [], task.judger_config
+    if judger is not None and judger.needs_label and not all(d["tokenize_fn"].require_ground_truth for d in datasets):
+        problems.append(
+            f"{where}: the tokenize function's require_ground_truth=False lets rows without a label in, but "
+            "judger_config compares with the label; leave require_ground_truth out."
+        )
     # A loop of the user's own may set the reward itself.
     if task.judger_config is None and type(task.agent_loop_config) is SingleTurnAgentLoopConfig:
         problems.append(f"{where}: judger_config is None: nothing would give a reward.")

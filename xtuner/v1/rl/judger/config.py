@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -26,10 +26,14 @@ class JudgerConfig(XTunerConfig):
     For a judger with other inputs, subclass `Judger` and override `build_local` in a subclass of this.
     """
 
+    needs_label: ClassVar[bool] = False
+    """Whether a sample without a label is sure to be a judge error. Not known of a function."""
+
     judger_name: str = Field(min_length=1)
     """Name in logs and of the worker pool."""
     reward_handler: RewardHandler | None = Field(None, exclude=True)
-    """`fn(response: str, label, extra_info: dict)`, plain or async, giving a number or a dict with `score`; or the
+    """`fn(response: str, label, extra_info: dict)`, plain or async, giving a number or a dict with `score`; `label` is
+    the row's `reward_model["ground_truth"]`, None if the data may lack it (`require_ground_truth=False`). Or the
     http(s) URL of a service that takes these three as JSON and replies with the dict. None only in subclasses that
     override `build_local`. A plain function must be thread-safe, and picklable if `cpu_resources` is set."""
     request_timeout: float = Field(30.0, gt=0, allow_inf_nan=False)

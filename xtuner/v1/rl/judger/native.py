@@ -47,12 +47,10 @@ class NativeJudger(Judger):
         return self.judger_name
 
     async def judge_payload(self, payload: dict[str, Any]) -> Any:
-        response, label = payload["response"], payload["label"]
+        response = payload["response"]
         if response is None:
             raise JudgeError("response is missing (None): a completed sample must have text")
-        if label is None:
-            raise JudgeError("label is missing: the sample has no reward_model['ground_truth']")
-        arguments = {"response": response, "label": label, "extra_info": dict(self.extra_info)}
+        arguments = {"response": response, "label": payload["label"], "extra_info": dict(self.extra_info)}
         if self.inline:
             assert callable(self.reward_handler)
             return self.reward_handler(**arguments)
