@@ -149,9 +149,13 @@ def sampling(**fields):
         ),
         (
             {"rollout": {"context_length": None}, **sampling(max_tokens=500), "worker": {"pack_max_length": 999}},
-            "= 548 exceeds the model's max_position_embeddings=512; choose another model or lower one of them",
+            "= 548 exceeds the model's max_position_embeddings=512; choose another model, or lower max_length or max_",
         ),
-        ({"worker": {"pack_max_length": 54}}, "can have 55 tokens, more than train_worker_cfg.pack_max_length=54"),
+        (
+            {"worker": {"pack_max_length": 54}},
+            "can have 55 tokens (prompt max_length=48, sample_params.max_tokens=8, the last of which is no input), "
+            "more than train_worker_cfg.pack_max_length=54; raise pack_max_length, or lower max_length or max_tokens.",
+        ),
         ({"worker": {"optimizer_steps": 13}}, "optimizer_steps=13 exceeds the 12 samples of a step (train_batch"),
         ({"launcher": "local", "num_workers": 2}, "launcher='local' runs one worker, but resources.num_workers=2"),
         (

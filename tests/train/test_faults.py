@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from xtuner.v1.config import AdamWConfig
-from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
-from xtuner.v1.datasets.rl_tokenize_fn import RLTextTokenizeFnConfig
-from xtuner.v1.rl.agent_loop_manager import SamplerConfig, SyncProduceStrategyConfig
+from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.rl.agent_loop import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
+from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.utils import lock_file
 
-from .helpers import config, fit, hear_ctrl_c, read_rows, write_model, write_prompts
+from .helpers import config, fit, hear_ctrl_c, read_rows, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -69,17 +69,27 @@ def test_an_engine_that_breaks_ends_the_run_with_its_reason(model, tmp_path):
     fails(config(folder, tmp_path), "(?s)rollout workers are out of service.*not finite")
 
 
+class Repeats(SingleTurnAgentLoop):
+    async def generate_sample(self, state):
+        state.tokens = state.prompt_ids * 4
+        return await self.rollout_controller.generate(state)
+
+
+class RepeatsConfig(SingleTurnAgentLoopConfig):
+    """A loop of the user's own, whose requests are longer than the context."""
+
+    def build_local(self, rollout_controller, judger, tokenizer):
+        return Repeats(rollout_controller, judger, tokenizer, self.sample_params)
+
+
 def test_a_batch_that_no_group_can_fill_ends_with_the_reason(model, tmp_path):
-    rows = write_prompts(tmp_path)
-    entry = {"dataset": DatasetConfig(anno_path=rows, use_cache=False), "tokenize_fn": RLTextTokenizeFnConfig()}
-    loader = DataloaderConfig(dataset_config_list=[entry], collator="fake_collator", pack_level="none")
     task = {
-        "sampler_config": SamplerConfig(dataloader_cfg=loader, prompt_repeat_k=4),
+        "agent_loop_config": RepeatsConfig(hf_checkpoint=model, sample_params=SampleParams(max_tokens=8)),
         "produce_strategy_config": SyncProduceStrategyConfig(max_groups_factor=2),
     }
     fails(
-        config(model, tmp_path, rollout={"context_length": 20}, task=task),
-        "(?s)only 0 of 3 groups are usable .6 groups tried.*leaves no room in context_length=20",
+        config(model, tmp_path, task=task),
+        "(?s)only 0 of 3 groups are usable .6 groups tried.*leaves no room in context_length=56",
     )
 
 
