@@ -19,6 +19,7 @@ from xtuner.v1.data_proto import RolloutState, SampleParams, Status
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.evaluator import EVAL_ID_BASE, EvalResult, EvaluatorConfig, default_metrics, pass_at_k
 from xtuner.v1.rl.judger import JudgerConfig
+from xtuner.v1.rl.judger.gsm8k import score_gsm8k
 
 
 @pytest.fixture
@@ -211,6 +212,19 @@ def test_only_positive_scores_are_right():
     assert default_metrics([])["accuracy"] == 0
 
 
+def test_a_wrong_answer_that_earns_something_is_wrong():
+    """format_score pays for a number that is not the right one; two attempts at each of five questions."""
+    rule = {"score": 1, "format_score": 0.1}
+    states = [state_of(0, i // 2) for i in range(10)]
+    for i, state in enumerate(states):
+        state.reward = score_gsm8k("#### 72" if i == 0 else "#### 7", "72", rule)
+    metrics = default_metrics(states)
+    assert metrics["accuracy"] == 0.1 and metrics["pass@2"] == pytest.approx(0.2)
+    states[0].judge_error = "lost"
+    assert default_metrics(states)["accuracy"] == 0
+    assert default_metrics([state_of(-0.5).model_copy(update={"reward": {"score": -0.5, "acc": 1}})])["accuracy"] == 1
+
+
 def test_lengths_count_responses_and_cut_ones_too():
     metrics = default_metrics(
         [state_of(1, 0, 3), state_of(0, 1, 9).model_copy(update={"finish_reason": "length"})]
@@ -245,4 +259,11 @@ def test_config_refuses_contradictions_and_keeps_functions_out_of_dumps(ten):
         EvaluatorConfig(eval_sample_ratio=1.5)
     with pytest.raises(ValueError, match="eval_sample_ratio=0.05 of 10 prompts is none"):
         EvaluatorConfig(eval_sample_ratio=0.05).build(make_manager(ScriptedController(), make_task(ten)))
+    with pytest.raises(ValueError, match=r"func is called with the list of all samples, but <lambda>\(a, b\) does"):
+        EvaluatorConfig(compute_metric_func=lambda a, b: {})
+
+    async def later(states): ...
+
+    with pytest.raises(ValueError, match="compute_metric_func is an async function"):
+        EvaluatorConfig(compute_metric_func=later)
     assert "compute_metric_func" not in json.loads(EvaluatorConfig(compute_metric_func=len).model_dump_json())

@@ -6,17 +6,18 @@ import shutil
 import pytest
 from pydantic import ValidationError
 
-from xtuner.v1.config import FSDPConfig
+from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model import ZLossConfig, get_model_config_from_hf
 from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
+from xtuner.v1.rl.judger import ComposedJudgerConfig, GSM8KJudgerConfig, JudgerConfig
 from xtuner.v1.rl.loss import GRPOLossConfig
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
 from xtuner.v1.utils import get_logger
 
-from .helpers import PROMPT, RESPONSE, config, fit, task, with_evaluation, write_moe_model, write_prompts
+from .helpers import PROMPT, RESPONSE, config, fit, spread, task, with_evaluation, write_moe_model, write_prompts
 
 
 def problems_of(model, tmp_path, **changes) -> str:
@@ -102,6 +103,14 @@ def test_options_that_would_do_nothing_are_refused(make, message):
         ({"offload_rollout_routed_experts": True}, "offload_rollout_routed_experts=True"),
         ({"sft_dataloader_cfg": {}}, "supervised steps"),
         ({"rollout_steps_per_sft": 2}, "sft_\\* options need"),
+        (
+            {"optim_cfg": AdamWConfig(lr=2e-7), "lr_cfg": LRConfig(lr_type="cosine")},
+            "lr_min=1e-06 is not below optim_cfg.lr=2e-07, so lr_type='cosine' would raise the rate; .*lr_min=2e-08",
+        ),
+        (
+            {"optim_cfg": AdamWConfig(lr=1e-6), "lr_cfg": LRConfig(lr_type="linear")},
+            "lr_type='linear' would not lower the rate",
+        ),
         ({"optimizer_steps": 0}, "optimizer_steps"),
         ({"update_weight_bucket_size_in_gb": 0}, "update_weight_bucket_size_in_gb"),
     ],
@@ -109,6 +118,10 @@ def test_options_that_would_do_nothing_are_refused(make, message):
 def test_a_worker_refuses_what_it_cannot_do(model, tmp_path, changes, message):
     with pytest.raises(ValidationError, match=message):
         config(model, tmp_path, worker=changes)
+
+
+def test_a_constant_rate_has_no_lowest(model, tmp_path):
+    config(model, tmp_path, worker={"optim_cfg": AdamWConfig(lr=2e-7), "lr_cfg": LRConfig(lr_type="constant")})
 
 
 # ---------------------------------------------------------------- by check, and by build
@@ -123,6 +136,7 @@ def sampling(**fields):
     [
         (sampling(temperature=0.0), "train: sample_params.temperature=0.0, top_k=0 is greedy"),
         (sampling(top_k=1), "temperature=1.0, top_k=1 is greedy"),
+        (sampling(sampling_seed=5), "train: sample_params.sampling_seed=5 gives all responses of a group the same"),
         (sampling(return_logprob=False), "return_logprob and return_token_ids must be True"),
         ({"task": {"k": 1}}, "prompt_repeat_k=1, but a group needs at least 2 responses: GRPOAdvantageConfig"),
         ({"task": {"k": 1}, "advantage_estimator_config": RLOOAdvantageConfig()}, "at least 2 responses: RLOO"),
@@ -135,9 +149,13 @@ def sampling(**fields):
         ),
         (
             {"rollout": {"context_length": None}, **sampling(max_tokens=500), "worker": {"pack_max_length": 999}},
-            "= 548 exceeds the model's max_position_embeddings=512; choose another model or lower one of them",
+            "= 548 exceeds the model's max_position_embeddings=512; choose another model, or lower max_length or max_",
         ),
-        ({"worker": {"pack_max_length": 54}}, "can have 55 tokens, more than train_worker_cfg.pack_max_length=54"),
+        (
+            {"worker": {"pack_max_length": 54}},
+            "can have 55 tokens (prompt max_length=48, sample_params.max_tokens=8, the last of which is no input), "
+            "more than train_worker_cfg.pack_max_length=54; raise pack_max_length, or lower max_length or max_tokens.",
+        ),
         ({"worker": {"optimizer_steps": 13}}, "optimizer_steps=13 exceeds the 12 samples of a step (train_batch"),
         ({"launcher": "local", "num_workers": 2}, "launcher='local' runs one worker, but resources.num_workers=2"),
         (
@@ -203,12 +221,29 @@ def test_all_problems_are_told_at_once(model, tmp_path):
     assert len(text.splitlines()) == 3
 
 
-def test_evaluation_may_be_greedy_and_is_checked_too(model, tmp_path):
+def test_evaluation_may_be_greedy_or_seeded_and_is_checked_too(model, tmp_path):
     assert problems_of(model, tmp_path, **with_evaluation(model, tmp_path)) == ""
+    seeded = SampleParams(max_tokens=RESPONSE, sampling_seed=5)
+    assert problems_of(model, tmp_path, **with_evaluation(model, tmp_path, params=seeded)) == ""
     rows = write_prompts(tmp_path)
     long = task(model, rows, "long", k=1, params=SampleParams(max_tokens=99, temperature=0.0))
     changes = with_evaluation(model, tmp_path) | {"eval_agent_loop_manager_cfg": AgentLoopManagerConfig(tasks=long)}
     assert "eval_agent_loop_manager_cfg.long: prompt max_length=48" in problems_of(model, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_a_judge_that_compares_needs_labels(model, tmp_path, composed):
+    def text(judger, required):
+        cfg = config(model, tmp_path, task={"judger_config": judger})
+        (entry,) = cfg.agent_loop_manager_cfg.tasks.sampler_config.dataloader_cfg.dataset_config_list
+        entry["tokenize_fn"].require_ground_truth = required
+        return "\n".join(cfg.check())
+
+    rule, own = GSM8KJudgerConfig(), JudgerConfig(judger_name="own", reward_handler=spread)
+    both = ComposedJudgerConfig(branches={"rule": rule, "own": own}) if composed else own
+    rule = ComposedJudgerConfig(branches={"rule": rule}) if composed else rule
+    assert "train: the tokenize function's require_ground_truth=False lets" in text(rule, required=False)
+    assert text(rule, required=True) == text(both, required=False) == ""
 
 
 class RewardsItself(SingleTurnAgentLoopConfig):

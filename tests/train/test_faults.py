@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from xtuner.v1.config import AdamWConfig
+from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
 from xtuner.v1.datasets.rl_tokenize_fn import RLTextTokenizeFnConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
@@ -21,7 +22,7 @@ from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.utils import lock_file
 
-from .helpers import config, fit, hear_ctrl_c, read_rows, write_model, write_prompts
+from .helpers import config, fit, hear_ctrl_c, read_rows, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -99,17 +100,27 @@ def test_no_prompt_is_lost_when_all_engines_die(model, tmp_path):
         assert run.trajectories(step) == whole.trajectories(step)
 
 
+class Repeats(SingleTurnAgentLoop):
+    async def generate_sample(self, state):
+        state.tokens = state.prompt_ids * 4
+        return await self.rollout_controller.generate(state)
+
+
+class RepeatsConfig(SingleTurnAgentLoopConfig):
+    """A loop of the user's own, whose requests are longer than the context."""
+
+    def build_local(self, rollout_controller, judger, tokenizer):
+        return Repeats(rollout_controller, judger, tokenizer, self.sample_params)
+
+
 def test_a_batch_that_no_group_can_fill_ends_with_the_reason(model, tmp_path):
-    rows = write_prompts(tmp_path)
-    entry = {"dataset": DatasetConfig(anno_path=rows, use_cache=False), "tokenize_fn": RLTextTokenizeFnConfig()}
-    loader = DataloaderConfig(dataset_config_list=[entry], collator="fake_collator", pack_level="none")
     task = {
-        "sampler_config": SamplerConfig(dataloader_cfg=loader, prompt_repeat_k=4),
+        "agent_loop_config": RepeatsConfig(hf_checkpoint=model, sample_params=SampleParams(max_tokens=8)),
         "produce_strategy_config": SyncProduceStrategyConfig(max_groups_factor=2),
     }
     fails(
-        config(model, tmp_path, rollout={"context_length": 20}, task=task),
-        "(?s)only 0 of 3 groups are usable .6 groups tried.*leaves no room in context_length=20",
+        config(model, tmp_path, task=task),
+        "(?s)only 0 of 3 groups are usable .6 groups tried.*leaves no room in context_length=56",
     )
 
 
@@ -124,7 +135,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run(model, tmp_path):
 
 
 def test_updates_that_are_skipped_again_and_again_end_the_run(model, tmp_path):
-    worker = {"optim_cfg": AdamWConfig(skip_grad_norm_threshold=1e-9), "max_consecutive_skips": 2}
+    worker = {"optim_cfg": AdamWConfig(lr=1e-2, skip_grad_norm_threshold=1e-9), "max_consecutive_skips": 2}
     run = fails(config(model, tmp_path, worker=worker), "2 updates in a row were skipped")
     assert "optimizer step 1 skipped: gradient norm" in (run / "logs" / "rank_0.log").read_text()
 

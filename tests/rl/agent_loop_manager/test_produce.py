@@ -243,6 +243,8 @@ def test_equal_rewards_are_compared_by_accuracy_where_there_is_one(rewards, kept
 def test_drop_equal_rewards_by_a_named_field():
     group = [RolloutState(message=[], reward={"score": s, "acc": 1, "style": 3}) for s in (0, 1)]
     assert drop_equal_rewards("style")(group) is False
+    formatted = [RolloutState(message=[], reward={"score": score, "acc": False}) for score in (0, 0.1)]
+    assert drop_equal_rewards("score")(formatted) is True and drop_equal_rewards()(formatted) is False
     with pytest.raises(ValueError, match="field='missing'"):
         drop_equal_rewards("missing")(group)
 
@@ -256,6 +258,23 @@ def test_functions_that_would_silently_keep_everything_are_refused(prompts):
 
     with pytest.raises(TypeError, match="is_valid_sample_fn returned None"):
         produce(make_manager(ScriptedController(), make_task(prompts, **strategy(is_valid_sample_fn=keep))))
+
+
+async def later(*arguments): ...
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"is_valid_sample_fn": lambda: True}, r"is_valid_sample_fn is called with the list of a group's samples"),
+        ({"should_continue_fn": lambda done: True}, r"should_continue_fn is called with completed_count and batch"),
+        ({"is_valid_sample_fn": later}, "is_valid_sample_fn is an async function; give a plain one"),
+        ({"should_continue_fn": later}, "should_continue_fn is an async function"),
+    ],
+)
+def test_functions_that_could_not_be_called_are_refused_at_once(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SyncProduceStrategyConfig(**fields)
 
 
 def test_functions_stay_out_of_dumps(prompts):

@@ -285,9 +285,10 @@ def test_pays_exactly_the_right_value(group):
 
 def test_scores_of_right_wrong_and_no_answer():
     info = {"score": 2, "format_score": 0.5}
-    assert score_gsm8k("#### 36", "36", info) == {"score": 2.0, "answer": "36"}
-    assert score_gsm8k("#### 35.5", "36", info) == {"score": 0.5, "answer": "35.5"}
-    assert score_gsm8k("36", "36", info) == {"score": 0.0, "answer": None}
+    assert score_gsm8k("#### 36", "36", info) == {"score": 2.0, "acc": True, "answer": "36"}
+    assert score_gsm8k("#### 35.5", "36", info) == {"score": 0.5, "acc": False, "answer": "35.5"}
+    assert score_gsm8k("36", "36", info) == {"score": 0.0, "acc": False, "answer": None}
+    assert score_gsm8k("36", "", info)["acc"] is score_gsm8k("#### 36", "", info)["acc"] is False
 
 
 def test_extraction_is_exact():
@@ -295,7 +296,7 @@ def test_extraction_is_exact():
     assert extract_answer("#### 12345678901234567890.5") == Fraction(24691357802469135781, 2)
 
 
-@pytest.mark.parametrize("label", ["abc", "4 or 5", True, float("nan"), None, ["36"]])
+@pytest.mark.parametrize("label", ["abc", "4 or 5", True, float("nan"), ["36"]])
 def test_a_label_without_a_number_is_an_error_not_a_wrong_answer(label):
     with pytest.raises(ValueError, match="holds no number"):
         score_gsm8k("#### 36", label, {})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from xtuner.v1.data_proto import Status
-from xtuner.v1.rl.judger import Judger, JudgerConfig, build_judger
+from xtuner.v1.rl.judger import GSM8KJudgerConfig, Judger, JudgerConfig, build_judger
 
 
 def judge(judger, *states):
@@ -111,8 +111,14 @@ def test_missing_fields_are_named(sample):
     judger = giving(1).build()
     assert "response is missing" in judge(judger, sample(response=None))[0].judge_error
     for state in (sample(label=None), sample(reward_model=None), sample(reward_model={"style": "rule"})):
-        assert "reward_model['ground_truth']" in judge(judger, state)[0].judge_error
+        assert "reward_model['ground_truth']" in judge(GSM8KJudgerConfig().build(), state)[0].judge_error
     assert judge(judger, sample(response=""))[0].reward == {"score": 1.0}
+
+
+def test_a_function_that_needs_no_label_gets_none(sample):
+    config = JudgerConfig(judger_name="t", reward_handler=lambda response, label, extra_info: float(label is None))
+    states = judge(config.build(), sample(label=None), sample(reward_model=None))
+    assert [state.reward for state in states] == [{"score": 1}] * 2
 
 
 def test_only_completed_samples_are_judged(sample):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from xtuner.v1.rl.judger import GSM8KJudgerConfig, JudgerConfig, JudgerPool, NativeJudger, RemoteJudger
+from xtuner.v1.rl.judger import GSM8KJudgerConfig, Judger, JudgerConfig, JudgerPool, NativeJudger, RemoteJudger
 from xtuner.v1.rl.judger.remote import JudgerWorker
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, CPUResourcesConfig, LocalHandle, WorkerLostError
 
@@ -19,7 +19,7 @@ class RecordingHandle(LocalHandle):
         self.payloads, self.gate, self.dead = [], asyncio.Event(), False
 
     async def call(self, method, *args):
-        self.payloads.append(pickle.loads(pickle.dumps(args))[0])
+        self.payloads += pickle.loads(pickle.dumps(args))
         await self.gate.wait()
         if self.dead:
             raise WorkerLostError("worker died")
@@ -127,10 +127,58 @@ def test_a_dead_process_costs_its_samples_only(sample):
 def test_a_process_that_does_not_answer_is_given_up(sample):
     async def main():
         handle = RecordingHandle(JudgerWorker(GSM8KJudgerConfig()))
-        judger = RemoteJudger(GSM8KJudgerConfig().build(), handle, request_timeout=-59.9, max_concurrency=1)
-        assert "no result within" in (await judger.judge(sample())).judge_error and judger.lost
+        judger = RemoteJudger(GSM8KJudgerConfig().build(), handle, request_timeout=0.01, grace_s=0.01)
+        assert "held up: it did not answer within 0.02 s" in (await judger.judge(sample())).judge_error and judger.lost
         handle.gate.set()
         assert (await judger.judge(sample())).reward and not judger.lost
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("callers", [1, 3])
+def test_the_queue_of_a_process_does_not_count_as_judging(sample, callers):
+    """24 samples, one at a time: the last one waits for far longer than its limit, whoever else asks."""
+
+    async def slow(response, label, extra_info):
+        running.append(len(running))
+        assert len(running) == 1
+        await asyncio.sleep(0.02)
+        return float(running.pop())
+
+    async def main():
+        asked = JudgerConfig(judger_name="t", reward_handler=slow, request_timeout=5, max_concurrency=1)
+        handle = RecordingHandle(JudgerWorker(asked))
+        handle.gate.set()
+        judgers = [RemoteJudger(asked.build(), handle, request_timeout=0.2, grace_s=0.02) for _ in range(callers)]
+        states = await asyncio.gather(*(judgers[i % callers].judge(sample()) for i in range(24)))
+        assert [state.judge_error for state in states] == [None] * 24
+
+    running = []
+    asyncio.run(main())
+
+
+def test_a_judger_without_a_limit_of_its_own_gets_one_in_its_process(sample):
+    class Forever(Judger):
+        max_concurrency = 1
+
+        def get_judger_name(self):
+            return "forever"
+
+        async def judge_payload(self, payload):
+            await asyncio.sleep(3600 if payload["response"] == "stuck" else 0)
+            return 1
+
+    class ForeverConfig(JudgerConfig):
+        judger_name: str = "forever"
+
+        def build_local(self):
+            return Forever()
+
+    async def main():
+        worker = JudgerWorker(ForeverConfig(request_timeout=1e-3), grace_s=0.02)
+        judger = RemoteJudger(Forever(), LocalHandle(worker), request_timeout=1e-3)
+        stuck, free = await asyncio.gather(judger.judge(sample("stuck")), judger.judge(sample()))
+        assert "no result within" in stuck.judge_error and free.reward and not judger.lost
 
     asyncio.run(main())
 

@@ -51,6 +51,11 @@ def test_thresholds_without_effect_are_refused():
     for mode in ("mask", "both"):
         with pytest.raises(ValueError, match=f"mode='{mode}' has no bounds; set rollout_is_mask_threshold"):
             config(mode=mode)
+    for level in ("sequence", "geometric"):
+        with pytest.raises(ValueError, match=f"level='{level}' has no effect without bounds of the weight; set"):
+            config(level=level, veto_threshold=(0, 5))
+        config(level=level, mode="mask", mask_threshold=(0, 5))
+    config(level="token")
 
 
 def test_off_by_default():

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from xtuner.v1.rl.loss import GRPOLossConfig, register_policy_loss
 from xtuner.v1.rl.utils import (
     AcceleratorResourcesConfig,
     CPUResourcesConfig,
@@ -139,6 +140,25 @@ def test_functions_of_a_config_file_reach_workers_that_cannot_import_it(launcher
 class Applies:
     def __init__(self, function):
         self.apply = function
+
+
+def test_a_policy_loss_that_a_config_file_registers_is_known_to_workers(launcher):
+    names = sys.modules["my_config"].__dict__
+    exec("def loss(new, old, advantages, weights, cfg): return FACTOR * (weights * advantages * new).sum()", names)
+    register_policy_loss("of_my_config")(names["loss"])
+    config = GRPOLossConfig(policy_loss_cfg={"loss_type": "of_my_config"})
+    assert run(launcher.spawn_on(0, "trains", Trains, config), "loss", [1.0, -2.0]) == -3.0
+
+
+class Trains:
+    def __init__(self, config):
+        self.config = config
+
+    def loss(self, logprobs):
+        import torch
+
+        x = torch.tensor(logprobs)
+        return self.config.policy_loss(x, x, torch.ones(2), torch.ones(2))[0].item()
 
 
 def test_a_call_that_its_caller_gives_up_ends_in_the_worker_too(launcher, tmp_path):

@@ -70,6 +70,13 @@ def test_an_engine_that_is_not_installed_is_named_with_the_command(refusal, monk
     assert refusal(**cpu) is None
 
 
+@pytest.mark.skipif(glance.importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+@pytest.mark.parametrize("other, told", [('backend="native"', False), ("", False), ('backend="vllm"', True)])
+def test_of_two_branches_both_must_name_the_engine(refusal, other, told):
+    message = refusal(accelerator='"CPU"', rollout=f'backend="vllm") if local else RolloutConfig({other}')
+    assert (message is not None) == told
+
+
 def test_a_file_that_cannot_be_read_is_left_to_those_who_run_it(tmp_path):
     (tmp_path / "broken.py").write_text("def (")
     glance.refuse_at_a_glance(tmp_path / "broken.py", None, [])

@@ -92,4 +92,4 @@ class LRConfig(XTunerConfig):
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     """Share of all optimizer steps in which the rate rises linearly from lr/warmup_steps to lr."""
     lr_min: float = Field(1e-6, ge=0)
-    """Rate at the end of a decay. Not used by `constant`."""
+    """Rate at the end of a decay; must be below `optim_cfg.lr` then. Not used by `constant`."""

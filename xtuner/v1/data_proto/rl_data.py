@@ -84,7 +84,8 @@ class SampleParams(XTunerConfig):
     skip_special_tokens: bool = True
     """Leave special tokens out of the decoded text."""
     sampling_seed: int | None = None
-    """Seed of this response. None: derived from the run's seed and the rollout id."""
+    """Seed of every response of the task: for evaluation; refused in training, where siblings would be alike. None:
+    derived from the run's seed and the rollout id."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "SampleParams":

@@ -37,7 +37,7 @@ class RLTextTokenizeFnConfig(XTunerConfig):
 
     max_length: int | None = Field(None, ge=1)
     """Longest prompt in tokens; longer ones are left out when the data is read, and counted. None: no
-    limit."""
+    limit; with the longest one, responses must fit the context and (training) `pack_max_length`."""
     tools_schema: list[Any] | None = None
     """JSON schemas of tools, written into the prompt by the chat template."""
     system_prompt: str | None = Field(None, min_length=1)
@@ -52,7 +52,8 @@ class RLTextTokenizeFnConfig(XTunerConfig):
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
     require_ground_truth: bool = True
-    """Refuse rows without `reward_model.ground_truth`. False if no judger needs a label."""
+    """Refuse rows without `reward_model.ground_truth`. False if no judger needs a label; reward functions then get
+    None."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

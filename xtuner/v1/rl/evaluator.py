@@ -8,15 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, Status, reset_response
 from xtuner.v1.rl.agent_loop import AgentLoop, reward_score
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
+from xtuner.v1.rl.agent_loop.outcome import finite
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.signatures import check_call, check_plain
 
 logger = get_logger()
 
@@ -45,10 +47,19 @@ class EvaluatorConfig(XTunerConfig):
     """Number of prompts of each task, from the first. 0: not used. Neither of the two: all prompts."""
     compute_metric_func: Callable[[list[RolloutState]], dict[str, float]] | None = Field(None, exclude=True)
     """Gets all samples, failed and unjudged ones too; returns metrics by name, to which `samples`, `failed` and
-    `judge_errors` are added. None: `default_metrics`."""
+    `judge_errors` are added. None: `accuracy` and pass@k, for which a sample is right if its reward's `acc` is
+    positive, or its score where the judge gives no `acc`; and the lengths."""
     eval_timeout: float | None = Field(7200.0, gt=0)
     """Seconds an evaluation may take. Samples that are not finished then count as failed, which a log line says; where
     `enable_batch_judge` is on, with all others of their prompts. None: no limit."""
+
+    @field_validator("compute_metric_func")
+    @classmethod
+    def _callable_so(cls, value: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if value is not None:
+            check_plain(value, "compute_metric_func")
+            check_call(value, "compute_metric_func", "with the list of all samples", [])
+        return value
 
     @model_validator(mode="after")
     def _one_size(self) -> "EvaluatorConfig":
@@ -187,6 +198,7 @@ def outcome_counts(states: list[RolloutState]) -> dict[str, float]:
 def default_metrics(states: list[RolloutState]) -> dict[str, float]:
     """Accuracy, pass@k where prompts repeat, and the shape of the answers.
 
+    A sample is right if its reward's `acc` is positive, or its score where the judge gives no `acc`.
     With several tasks the same scores also stand under `task/<name>/`, with several data sources under
     `<source>/`.
     """
@@ -203,7 +215,7 @@ def default_metrics(states: list[RolloutState]) -> dict[str, float]:
 
 
 def _scores(states: list[RolloutState]) -> dict[str, float]:
-    correct = [(reward_score(state) or 0.0) > 0 for state in states]
+    correct = [_is_right(state) for state in states]
     metrics = {"accuracy": sum(correct) / len(correct) if correct else 0.0}
     items: dict[str, list[bool]] = defaultdict(list)
     for state, right in zip(states, correct, strict=True):
@@ -219,6 +231,16 @@ def _scores(states: list[RolloutState]) -> dict[str, float]:
             metrics[f"pass@{k}"] = _mean([pass_at_k(len(a), sum(a), min(k, len(a))) for a in items.values()])
     metrics[f"avg_pass@{inferred_k}"] = _mean([sum(attempts) / len(attempts) for attempts in items.values()])
     return metrics
+
+
+def _is_right(state: RolloutState) -> bool:
+    """A score can be positive for less than the right answer (`format_score`): `acc` is the judge's own word on it."""
+    score = reward_score(state)
+    if score is None:
+        return False
+    assert state.reward is not None
+    acc = finite(state.reward.get("acc"))
+    return (score if acc is None else acc) > 0
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

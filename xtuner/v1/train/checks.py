@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
-from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
+from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, TaskSpecConfig
+from xtuner.v1.rl.agent_loop_manager.sampler import Sampler
 from xtuner.v1.rl.rollout.backends.native.requests import read_eos_ids
 from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
@@ -35,8 +36,7 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
         return problems + ([problem] if problem else [])
     problems += _check_engine(cfg)
     for task in cfg.agent_loop_manager_cfg.task_list():
-        where = f"agent_loop_manager_cfg.{task.task_name}"
-        problems += _check_task(cfg, where, task) + _check_training_task(cfg, where, task)
+        problems += _check_task(cfg, "agent_loop_manager_cfg", task) + _check_training_task(cfg, task)
     if not cfg.enable_evaluate or cfg.debug_rollout:
         return problems
     missing = [n for n in ("eval_agent_loop_manager_cfg", "evaluator_config") if getattr(cfg, n) is None]
@@ -44,7 +44,7 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
         problems.append(f"enable_evaluate=True needs {' and '.join(missing)}; give them or set enable_evaluate=False.")
     if cfg.eval_agent_loop_manager_cfg is not None:
         for task in cfg.eval_agent_loop_manager_cfg.task_list():
-            problems += _check_task(cfg, f"eval_agent_loop_manager_cfg.{task.task_name}", task)
+            problems += _check_task(cfg, "eval_agent_loop_manager_cfg", task)
     return problems
 
 
@@ -60,12 +60,26 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     for manager in filter(None, (cfg.agent_loop_manager_cfg, evaluation)):
         try:
             samplers = manager.samplers(tokenizer, cfg.seed)
+            problems += measured_problems(cfg, manager, samplers)
             if manager is cfg.agent_loop_manager_cfg and cfg.total_train_steps is None:
                 drawn = zip(manager.task_list(), samplers, strict=True)
                 epoch_steps(cfg, sum(len(sampler) for task, sampler in drawn if task.weight > 0))
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
+
+
+def measured_problems(
+    cfg: "RLColocateTrainerConfig", manager: AgentLoopManagerConfig, samplers: list[Sampler]
+) -> list[str]:
+    """What the prompts' lengths tell of those tasks of training or evaluation that have no `max_length`."""
+    name = "agent_loop_manager_cfg" if manager is cfg.agent_loop_manager_cfg else "eval_agent_loop_manager_cfg"
+    return [
+        problem
+        for task, sampler in zip(manager.task_list(), samplers, strict=True)
+        if not _prompt_limit(task)
+        for problem in _length_problems(cfg, name, task, int(sampler.dataloader.prompt_lengths.max()))
+    ]
 
 
 def epoch_steps(cfg: "RLColocateTrainerConfig", prompts: int) -> int:
@@ -207,24 +221,18 @@ def _check_workers(cfg: "RLColocateTrainerConfig") -> list[str]:
     return problems
 
 
-def _check_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:
-    problems = []
-    params, context = task.agent_loop_config.sample_params, cfg.rollout_config.context_length
-    longest_of_model = cfg.train_worker_cfg.model_cfg.max_position_embeddings
+def _check_task(cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConfig) -> list[str]:
+    problems, where = [], f"{manager}.{task.task_name}"
     for item in task.sampler_config.dataloader_cfg.dataset_config_list or []:
         path = Path(item["dataset"].anno_path).expanduser()
         if not path.exists():
             problems.append(f"{where}: dataset anno_path={str(path)!r} does not exist.")
-    longest = _longest_prompt(task)
-    if longest and longest + params.max_tokens > (context or longest_of_model):
-        limit = (
-            f"rollout_config.context_length={context}; raise it"
-            if context
-            else (f"the model's max_position_embeddings={longest_of_model}; choose another model")
-        )
+    problems += _length_problems(cfg, manager, task)
+    datasets, judger = task.sampler_config.dataloader_cfg.dataset_config_list or [], task.judger_config
+    if judger is not None and judger.needs_label and not all(d["tokenize_fn"].require_ground_truth for d in datasets):
         problems.append(
-            f"{where}: prompt max_length={longest} + sample_params.max_tokens={params.max_tokens} = "
-            f"{longest + params.max_tokens} exceeds {limit} or lower one of them."
+            f"{where}: the tokenize function's require_ground_truth=False lets rows without a label in, but "
+            "judger_config compares with the label; leave require_ground_truth out."
         )
     # A loop of the user's own may set the reward itself.
     if task.judger_config is None and type(task.agent_loop_config) is SingleTurnAgentLoopConfig:
@@ -232,20 +240,54 @@ def _check_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig
     return problems
 
 
-def _check_training_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:
-    problems = []
-    params, pack = task.agent_loop_config.sample_params, cfg.train_worker_cfg.pack_max_length
-    longest, repeat = _longest_prompt(task), task.sampler_config.prompt_repeat_k
-    tokens = longest + params.max_tokens - 1
-    if longest and tokens > pack:
-        problems.append(
-            f"{where}: a sample can have {tokens} tokens, more than train_worker_cfg.pack_max_length={pack}; "
-            "raise pack_max_length, or lower max_length or max_tokens."
+def _length_problems(
+    cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConfig, measured: int | None = None
+) -> list[str]:
+    """Prompt and response must fit into the context and, where they are trained on, into a pack.
+
+    measured: tokens of the longest prompt, where no `max_length` bounds them. None: not known yet, at least 1.
+    """
+    problems, where = [], f"{manager}.{task.task_name}"
+    response, context = task.agent_loop_config.sample_params.max_tokens, cfg.rollout_config.context_length
+    longest_of_model = cfg.train_worker_cfg.model_cfg.max_position_embeddings
+    limit = _prompt_limit(task)
+    longest = limit or measured or 1
+    prompt = f"prompt max_length={limit}" if limit else f"longest prompt={measured}" if measured else "prompt of 1"
+    shorter = "max_length or max_tokens" if limit else "max_tokens"
+    shorter += ", or set the tokenize function's max_length" if measured else ""
+    if longest + response > (context or longest_of_model):
+        text = (
+            f"rollout_config.context_length={context}; raise it"
+            if context
+            else f"the model's max_position_embeddings={longest_of_model}; choose another model"
         )
+        problems.append(
+            f"{where}: {prompt} + sample_params.max_tokens={response} = {longest + response} exceeds {text}, or lower "
+            f"{shorter}."
+        )
+    tokens, pack = longest + response - 1, cfg.train_worker_cfg.pack_max_length
+    if manager == "agent_loop_manager_cfg" and tokens > pack:
+        problems.append(
+            f"{where}: a sample can have {tokens} tokens ({prompt}, sample_params.max_tokens={response}, the last of "
+            f"which is no input), more than train_worker_cfg.pack_max_length={pack}; raise pack_max_length, or lower "
+            f"{shorter}."
+        )
+    return problems
+
+
+def _check_training_task(cfg: "RLColocateTrainerConfig", task: TaskSpecConfig) -> list[str]:
+    problems, where = [], f"agent_loop_manager_cfg.{task.task_name}"
+    params, repeat = task.agent_loop_config.sample_params, task.sampler_config.prompt_repeat_k
     if params.temperature == 0 or params.top_k == 1:
         problems.append(
             f"{where}: sample_params.temperature={params.temperature}, top_k={params.top_k} is greedy: all responses "
             "of a group would be alike. Training needs temperature > 0 and top_k != 1."
+        )
+    if params.sampling_seed is not None:
+        problems.append(
+            f"{where}: sample_params.sampling_seed={params.sampling_seed} gives all responses of a group the same "
+            "draws: they would be alike, and nothing would be learnt. Leave it out; the run's seed makes them "
+            "repeatable."
         )
     if not params.return_logprob or not params.return_token_ids:
         problems.append(f"{where}: sample_params.return_logprob and return_token_ids must be True for training.")
@@ -263,8 +305,7 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", where: str, task: TaskS
     return problems
 
 
-def _longest_prompt(task: TaskSpecConfig) -> int:
+def _prompt_limit(task: TaskSpecConfig) -> int:
     """Limit of the task's prompts in tokens; 0 if one has none."""
     limits = [item["tokenize_fn"].max_length for item in task.sampler_config.dataloader_cfg.dataset_config_list or []]
     return max((limit for limit in limits if limit), default=0) if all(limits) else 0
-

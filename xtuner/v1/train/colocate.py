@@ -22,7 +22,7 @@ from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_gar
 
 from .canary import Canary
 from .checkpoints import expect_files, read_state, saving, write_state
-from .checks import epoch_steps
+from .checks import epoch_steps, measured_problems
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
 from .experiment import Experiment
@@ -176,6 +176,11 @@ class RLColocateTrainer:
         cfg, worker, count = self.cfg, self.cfg.train_worker_cfg, len(report.samples)
         if not count:
             raise RuntimeError(f"train step {step}: no sample is left to train on; dropped: {report.dropped}.")
+        if longer := report.dropped.get("longer_than_pack"):
+            logger.warning(
+                f"train step {step}: {longer} samples are longer than train_worker_cfg.pack_max_length="
+                f"{worker.pack_max_length} and not trained on, which favours short answers; raise it."
+            )
         if count < worker.optimizer_steps:
             logger.warning(f"train step {step}: {count} samples, so {count} of {worker.optimizer_steps} updates.")
         packs = pack_samples(
@@ -362,12 +367,17 @@ class RLColocateTrainer:
         self.manager = cfg.agent_loop_manager_cfg.build(
             self.rollout, self.tokenizer, self.replay_buffer, self.launcher, cfg.seed
         )
+        managers = [(cfg.agent_loop_manager_cfg, self.manager)]
         if cfg.enable_evaluate and not cfg.debug_rollout:
             assert cfg.eval_agent_loop_manager_cfg is not None and cfg.evaluator_config is not None
             evaluation = cfg.eval_agent_loop_manager_cfg.build(
                 self.rollout, self.tokenizer, cfg.replay_buffer_config.build(), self.launcher, cfg.seed
             )
             self.evaluator = cfg.evaluator_config.build(evaluation)
+            managers.append((cfg.eval_agent_loop_manager_cfg, evaluation))
+        problems = [p for c, m in managers for p in measured_problems(cfg, c, [task.sampler for task in m.tasks])]
+        if problems:
+            raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
 
     def _resolve_steps(self) -> int:
         cfg = self.cfg

@@ -34,15 +34,16 @@ def until_full(completed_count: int, batch_size: int) -> bool:
 class drop_equal_rewards:  # noqa: N801 - used like a function
     """Keep a group only if its rewards differ: `is_valid_sample_fn=drop_equal_rewards()`.
 
-    The dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.2). With field `score`, rewards
-    that also hold `acc` are compared by it: a length term must not make a group of wrong answers look useful.
+    The dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.2). Rewards that all hold `acc`
+    are compared by it: a length term must not make a group of wrong answers look useful. Others are compared by their
+    score, and all by `field` if it is given.
     """
 
-    field: str = "score"
+    field: str | None = None
 
     def __call__(self, samples: list[RolloutState]) -> bool:
         rewards = [state.reward or {} for state in samples]
-        field = "acc" if self.field == "score" and all("acc" in reward for reward in rewards) else self.field
+        field = self.field or ("acc" if all("acc" in reward for reward in rewards) else "score")
         if missing := [state.rollout_id for state in samples if field not in (state.reward or {})]:
             raise ValueError(
                 f"drop_equal_rewards(field={field!r}): no such entry in the reward of rollouts {missing}; "

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import Status
@@ -15,6 +15,7 @@ from xtuner.v1.rl.agent_loop import AgentLoop, is_trainable, untrainable_reason
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
 from xtuner.v1.rl.replay_buffer import Group, ReplayBuffer
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.signatures import check_call, check_plain
 
 from .filters import IsValidSampleFn, ShouldContinueFn, keep_all, until_full
 from .sampler import Sampler
@@ -64,9 +65,15 @@ class ProduceStrategyConfig(XTunerConfig, ABC):
 
     @field_validator("is_valid_sample_fn", "should_continue_fn")
     @classmethod
-    def _no_class(cls, value: Any) -> Any:
+    def _callable_so(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, type):
             raise ValueError(f"{value.__name__} is a class: give an instance, {value.__name__}().")
+        name = info.field_name or ""
+        check_plain(value, name)
+        if name == "is_valid_sample_fn":
+            check_call(value, name, "with the list of a group's samples", [])
+        else:
+            check_call(value, name, "with completed_count and batch_size", 0, 1)
         return value
 
     @abstractmethod

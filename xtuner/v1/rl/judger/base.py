@@ -44,6 +44,9 @@ class Judger(BaseJudger):
     Subclasses write `judge_payload`, which may raise: the exception becomes the sample's `judge_error`.
     """
 
+    max_concurrency = 256
+    """Payloads that a judging process works on at the same time, unless its config says another number."""
+
     def preprocess(self, state: RolloutState) -> dict[str, Any]:
         """What `judge_payload` needs of the sample. Runs on the caller's side."""
         return {

@@ -108,6 +108,11 @@ class ComposedJudgerConfig(XTunerConfig):
             raise ValueError(f"merge_fn is called as merge_fn(state, {{branch: reward}}): {error}.") from None
         return self
 
+    @property
+    def needs_label(self) -> bool:
+        """Whether a sample without a label is sure to be a judge error, whatever its data source."""
+        return all(branch.needs_label for branch in self.branches.values())
+
     def build(self, launcher: Launcher | None = None) -> ComposedJudger:
         """Builds every branch, each in the processes that its own `cpu_resources` asks for."""
         return ComposedJudger({n: c.build(launcher) for n, c in self.branches.items()}, self.merge_fn)

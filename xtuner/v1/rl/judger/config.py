@@ -1,17 +1,17 @@
 """What a user says about judging with a function or a service."""
 
-import inspect
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from xtuner.v1.config import XTunerConfig
 from xtuner.v1.rl.utils import CPUResourcesConfig, Launcher
+from xtuner.v1.utils.signatures import check_call
 
 from .base import Judger
-from .native import MAX_AWAITED, NativeJudger
+from .native import NativeJudger
 from .remote import JudgerPool, JudgerWorker, RemoteJudger
 
 if TYPE_CHECKING:
@@ -26,15 +26,19 @@ class JudgerConfig(XTunerConfig):
     For a judger with other inputs, subclass `Judger` and override `build_local` in a subclass of this.
     """
 
+    needs_label: ClassVar[bool] = False
+    """Whether a sample without a label is sure to be a judge error. Not known of a function."""
+
     judger_name: str = Field(min_length=1)
     """Name in logs and of the worker pool."""
     reward_handler: RewardHandler | None = Field(None, exclude=True)
-    """`fn(response: str, label, extra_info: dict)`, plain or async, giving a number or a dict with `score`; or the
+    """`fn(response: str, label, extra_info: dict)`, plain or async, giving a number or a dict with `score`; `label` is
+    the row's `reward_model["ground_truth"]`, None if the data may lack it (`require_ground_truth=False`). Or the
     http(s) URL of a service that takes these three as JSON and replies with the dict. None only in subclasses that
     override `build_local`. A plain function must be thread-safe, and picklable if `cpu_resources` is set."""
     request_timeout: float = Field(30.0, gt=0, allow_inf_nan=False)
-    """Longest time for one sample in seconds, retries included, waiting for a free slot not. Past it the sample has a
-    judge error."""
+    """Longest time for one sample in seconds, retries included, waiting for a free slot (here or in a process) not.
+    Past it the sample has a judge error."""
     extra_info: dict[str, Any] = Field({}, exclude=True)
     """Handed to the reward function with every sample (a shallow copy). JSON values only for a URL."""
     cpu_resources: CPUResourcesConfig | None = None
@@ -61,7 +65,8 @@ class JudgerConfig(XTunerConfig):
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where} is a URL, so extra_info must be JSON: {error}.") from None
         else:
-            _check_signature(handler, where)
+            how = "with the keywords response, label and extra_info"
+            check_call(handler, where, how, response="", label="", extra_info={})
         for name in ("max_retries", "retry_delay"):
             if name in self.model_fields_set and not isinstance(handler, str):
                 raise ValueError(f"{where} is no URL, so {name} has no effect: remove it.")
@@ -85,23 +90,8 @@ class JudgerConfig(XTunerConfig):
         if self.cpu_resources is None or launcher is None or launcher.kind == "local":
             return self.build_local()
         handles = launcher.spawn_cpu(f"judger:{self.judger_name}", JudgerWorker, self, resources=self.cpu_resources)
-        limit = self.max_concurrency or MAX_AWAITED
-        replicas = [RemoteJudger(self.build_local(), h, self.request_timeout, limit) for h in handles]
+        replicas = [RemoteJudger(self.build_local(), handle, self.request_timeout) for handle in handles]
         return replicas[0] if len(replicas) == 1 else JudgerPool(replicas)
-
-
-def _check_signature(handler: Callable[..., Any], where: str) -> None:
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):
-        return  # builtins may have none
-    try:
-        signature.bind(response="", label="", extra_info={})
-    except TypeError as error:
-        raise ValueError(
-            f"{where} is called with the keywords response, label and extra_info, "
-            f"but {getattr(handler, '__name__', handler)!s}{signature} does not take them: {error}."
-        ) from None
 
 
 def build_judger(config: "JudgerConfig | ComposedJudgerConfig", launcher: Launcher | None = None) -> Judger:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from xtuner.v1.utils import get_logger
 
+from .base import JudgeError
 from .config import JudgerConfig, RewardHandler
 from .native import NativeJudger
 from .read_number import MAX_CHARS, fold, read_number
@@ -40,20 +41,21 @@ def extract_answer(text: str) -> Fraction | None:
 def score_gsm8k(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """`score` where response and label have equal value, `format_score` where the answer is another number, else 0.
 
-    The reward's `answer` is the number that was read, None if there was none. An empty label matches nothing; a
-    label that holds no number raises ValueError.
+    The reward's `answer` is the number that was read, None if there was none; `acc` tells whether it is the right one,
+    whatever the scores. An empty label matches nothing; none at all raises JudgeError, one without a number
+    ValueError.
     """
     answer, gold = extract_answer(response), _read_label(label)
     if answer is None:
-        score = 0.0
-    elif answer == gold:
-        score = float(extra_info.get("score", 1))
-    else:
-        score = float(extra_info.get("format_score", 0))
-    return {"score": score, "answer": None if answer is None else _shown(answer)}
+        return {"score": 0.0, "acc": False, "answer": None}
+    right = answer == gold
+    score = extra_info.get("score", 1) if right else extra_info.get("format_score", 0)
+    return {"score": float(score), "acc": right, "answer": _shown(answer)}
 
 
 def _read_label(label: Any) -> Fraction | None:
+    if label is None:
+        raise JudgeError("label is missing: the sample has no reward_model['ground_truth']")
     if isinstance(label, Real) and not isinstance(label, bool) and math.isfinite(label):
         return Fraction(str(label))
     if isinstance(label, str):
@@ -129,6 +131,8 @@ class GSM8KJudgerConfig(JudgerConfig):
 
     The rule takes microseconds, so it runs inline and needs no time limit.
     """
+
+    needs_label: ClassVar[bool] = True
 
     judger_name: str = Field("openai/gsm8k", min_length=1)
     """Name in logs and of its worker pool."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,11 +23,19 @@ class Slots:
         return Slots, (self.size,)
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`, or TimeoutError. Work that ignores its cancellation is left behind, not waited for."""
+async def within(
+    seconds: float, work: Coroutine[Any, Any, Any], look: Callable[[], Awaitable[None]] | None = None
+) -> Any:
+    """The result of `work`, or TimeoutError. Work that ignores its cancellation is left behind, not waited for.
+
+    With `look` there is no limit: it is called each time `seconds` have passed, and what it raises ends the wait.
+    """
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
+        while look is not None and not task.done():
+            await look()
+            await asyncio.wait({task}, timeout=seconds)
     finally:
         if not task.done():
             task.cancel()

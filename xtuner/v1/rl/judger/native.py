@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from xtuner.v1.utils.signatures import is_async
+
 from .base import JudgeError, Judger
 from .limits import Slots, in_thread, within
 
@@ -37,19 +39,18 @@ class NativeJudger(Judger):
         self.max_retries = max_retries
         self.retry_delay = retry_delay
         self.inline = inline
-        awaited = isinstance(reward_handler, str) or _is_async(reward_handler)
-        self._slots = Slots(max_concurrency or (MAX_AWAITED if awaited else MAX_THREADS))
+        awaited = isinstance(reward_handler, str) or is_async(reward_handler)
+        self.max_concurrency = max_concurrency or (MAX_AWAITED if awaited else MAX_THREADS)
+        self._slots = Slots(self.max_concurrency)
 
     def get_judger_name(self) -> str:
         return self.judger_name
 
     async def judge_payload(self, payload: dict[str, Any]) -> Any:
-        response, label = payload["response"], payload["label"]
+        response = payload["response"]
         if response is None:
             raise JudgeError("response is missing (None): a completed sample must have text")
-        if label is None:
-            raise JudgeError("label is missing: the sample has no reward_model['ground_truth']")
-        arguments = {"response": response, "label": label, "extra_info": dict(self.extra_info)}
+        arguments = {"response": response, "label": payload["label"], "extra_info": dict(self.extra_info)}
         if self.inline:
             assert callable(self.reward_handler)
             return self.reward_handler(**arguments)
@@ -62,11 +63,7 @@ class NativeJudger(Judger):
             from .http import post_json
 
             return await post_json(handler, arguments, self.request_timeout, self.max_retries, self.retry_delay)
-        if _is_async(handler):
+        if is_async(handler):
             return await handler(**arguments)
         result = await in_thread(functools.partial(handler, **arguments))
         return await result if inspect.isawaitable(result) else result
-
-
-def _is_async(handler: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)

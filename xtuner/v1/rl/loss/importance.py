@@ -48,7 +48,8 @@ class RolloutImportanceSampling(XTunerConfig):
 
     rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
     """What a weight is: the token's ratio; the product of the ratios of its sequence (unbiased, of high
-    variance); or their geometric mean. The latter two are the same for all tokens of a sequence."""
+    variance); or their geometric mean. The latter two are the same for all tokens of a sequence, and refused
+    without a threshold of weight or mask."""
     rollout_is_mode: Literal["truncate", "mask", "both"] = "truncate"
     """`truncate`: the loss of a token is multiplied by min(weight, upper bound). `mask`: it is multiplied
     by the weight, and tokens whose weight is out of bounds are dropped. `both`: dropped, and truncated."""
@@ -67,6 +68,11 @@ class RolloutImportanceSampling(XTunerConfig):
             raise ValueError(
                 f"rollout_is_mask_threshold={self.rollout_is_mask_threshold} has no effect in "
                 "rollout_is_mode='truncate'; set rollout_is_mode='mask' or 'both', or leave it out."
+            )
+        if self.rollout_is_level != "token" and self.weight_bounds is None:
+            raise ValueError(
+                f"rollout_is_level={self.rollout_is_level!r} has no effect without bounds of the weight; set "
+                "rollout_is_threshold, for example (0.5, 2.0), or leave it out."
             )
         if self.rollout_is_mode != "truncate" and self.mask_bounds is None:
             raise ValueError(

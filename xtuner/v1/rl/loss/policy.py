@@ -35,8 +35,8 @@ def register_policy_loss(
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorator that makes a policy loss known as `policy_loss_cfg["loss_type"] = name`.
 
-    A name is known only in processes that import the decorated function. A dotted path as `loss_type`
-    ("my_package.losses.my_loss") needs no registration and is found by every worker.
+    A loss config that names it takes the function along to other processes. A dotted path as `loss_type`
+    ("my_package.losses.my_loss") needs no registration.
 
     Args:
         name: of the loss.
@@ -53,6 +53,11 @@ def register_policy_loss(
         return fn
 
     return register
+
+
+def know_policy_loss(name: str, fn: PolicyLossFn) -> None:
+    """Register `fn`, unless this process has a loss of that name. Its options were checked where it comes from."""
+    _REGISTRY.setdefault(name, _PolicyLoss(fn))
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:

@@ -101,6 +101,13 @@ class WorkerConfig(XTunerConfig):
                 f"train_worker_cfg.ref_model_fsdp_cfg.tp_size={reference.tp_size}, but fsdp_cfg.tp_size={tp_size}: "
                 "both models see the same rows on the same ranks; set them alike."
             )
+        schedule, lr = self.lr_cfg, self.optim_cfg.lr
+        if schedule.lr_type != "constant" and schedule.lr_min >= lr:
+            raise ValueError(
+                f"train_worker_cfg: lr_cfg.lr_min={schedule.lr_min:g} is not below optim_cfg.lr={lr:g}, so "
+                f"lr_type={schedule.lr_type!r} would {'raise' if schedule.lr_min > lr else 'not lower'} the rate; set "
+                f"a lower lr_min, for example lr_cfg.lr_min={lr / 10:g}, or lr_type='constant'."
+            )
         if self.optim_cfg.swap_optimizer and self.fsdp_cfg.cpu_offload:
             raise ValueError(
                 "train_worker_cfg: fsdp_cfg.cpu_offload=True keeps the moments on the host and updates there, so "

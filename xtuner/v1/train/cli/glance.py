@@ -35,6 +35,8 @@ def refuse_at_a_glance(config: Path, accelerator: str | None, sets: list[str]) -
         open_choice = bool(_named(calls, "RolloutConfig")) and not _given(calls, "RolloutConfig", "backend")
         for engine in _ENGINES:
             lines = [line for line, value in backends if value == engine]
+            if len(lines) < len(_named(calls, "RolloutConfig")):
+                lines = []  # another one may be the run's
             by_variable = open_choice and os.environ.get(_variable(engine)) == "1"
             elsewhere = os.environ.get(_python(engine)) or _given(calls, "RolloutConfig", "extra_rollout_config")
             if (lines or by_variable) and not elsewhere and importlib.util.find_spec(engine) is None:
