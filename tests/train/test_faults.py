@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import SampleParams
-from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
-from xtuner.v1.datasets.rl_tokenize_fn import RLTextTokenizeFnConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
-from xtuner.v1.rl.agent_loop_manager import SamplerConfig, SyncProduceStrategyConfig
+from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig
 from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.utils import lock_file
