@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,9 @@ CONFIG = {
 
 def config_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    mine = folder / f"config-{os.getpid()}"
+    mine.write_text(json.dumps(CONFIG))
+    mine.replace(folder / "config.json")  # whole at any time: every rank writes and reads it
     return folder
 
 

@@ -22,9 +22,9 @@ def test_the_configuration_tells_the_optimizers_apart(model):
 
 def test_nothing_is_left_to_swap_where_moments_are_on_the_host(model):
     with pytest.raises(ValidationError, match=r"cpu_offload=True.*swap_optimizer=True.*set one of them"):
-        worker_config(model, optim_cfg=AdamWConfig(swap_optimizer=True), fsdp_cfg=FSDPConfig(cpu_offload=True))
+        worker_config(model, optim_cfg=AdamWConfig(lr=1e-3, swap_optimizer=True), fsdp_cfg=FSDPConfig(cpu_offload=True))
     with pytest.raises(ValidationError, match=r"cpu_offload=True.*Muon.*use optim_cfg.swap_optimizer=True"):
-        worker_config(model, optim_cfg=MuonConfig(), fsdp_cfg=FSDPConfig(cpu_offload=True))
+        worker_config(model, optim_cfg=MuonConfig(lr=1e-3), fsdp_cfg=FSDPConfig(cpu_offload=True))
 
 
 def test_a_worker_trains_with_muon(model):
