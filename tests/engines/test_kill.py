@@ -169,6 +169,8 @@ def test_a_driver_that_is_killed_in_generation_leaves_nothing_and_another_run_al
 ):
     """Nobody tells its server. Both begin at the same port, and one is there already. Of a supervisor that is killed
     too, files may stay."""
+    if supervisor_too and engine.name == "lmdeploy":
+        pytest.skip("the stand-in's daemon does not end with its server, as those of Ray do")
     folder = update(engines, engine, 0, 50)
     mine = running(descendants(engine.server.pid))
     program = f"""
