@@ -16,7 +16,7 @@ from scripted import (
 )
 
 from xtuner.v1.data_proto import RolloutState, SampleParams, Status
-from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
+from xtuner.v1.rl.agent_loop import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
 from xtuner.v1.rl.evaluator import EVAL_ID_BASE, EvalResult, EvaluatorConfig, default_metrics, pass_at_k
 from xtuner.v1.rl.judger import JudgerConfig
 from xtuner.v1.rl.judger.gsm8k import score_gsm8k
@@ -153,6 +153,27 @@ def test_a_late_sample_costs_its_siblings_only_where_they_are_judged_together(te
     assert [state.rollout_id - EVAL_ID_BASE for state in result.states] == list(range(40))
     assert [state.group_id - EVAL_ID_BASE for state in result.states] == [i // 4 for i in range(40)]
     assert any(f"eval_timeout=0.5 s was over before {failed} of 40 samples" in message for message in messages)
+
+
+class Compares(SingleTurnAgentLoop):
+    """The judge of each answer is the rest of its group."""
+
+    async def generate_group(self, states):
+        group = await super().generate_group(states)
+        for state in group:
+            state.reward = {"score": float(len(group))}
+        return group
+
+
+class ComparesConfig(SingleTurnAgentLoopConfig):
+    def build_local(self, rollout_controller, judger, tokenizer):
+        return Compares(rollout_controller, judger, tokenizer, self.sample_params)
+
+
+def test_a_loop_of_one_s_own_gets_whole_groups(ten):
+    task = make_task(ten, k=4, agent_loop_config=ComparesConfig(hf_checkpoint="m"))
+    result = evaluate(ScriptedController(), task)
+    assert {state.reward["score"] for state in result.states} == {4.0}
 
 
 def test_errors_of_the_rollout_side_end_the_evaluation(ten):

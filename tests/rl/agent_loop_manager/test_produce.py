@@ -289,10 +289,13 @@ def test_functions_stay_out_of_dumps(prompts):
 def test_early_stop_drains_and_counts(prompts):
     controller = ScriptedController(delay=lambda s: 0 if s.group_id < 2 else 60)
     task = make_task(prompts, **strategy(should_continue_fn=lambda done, batch: done < 2))
-    result = produce(make_manager(controller, task))
+    manager = make_manager(controller, task)
+    result = produce(manager)
     assert group_ids(result) == [0, 1] and result.missing_groups == 2
     assert result.samples == {"completed": 4, "aborted": 4}
     assert controller.under_way == 0
+    controller.delay = lambda s: 0
+    assert group_ids(produce(manager)) == [2, 3]  # else the slow ones would never be trained on
 
 
 def test_no_group_at_all_is_an_error(prompts):

@@ -83,7 +83,6 @@ def test_defaults_are_filled_in_and_the_users_dict_is_left_alone():
         ({"policy_loss_cfg": CLIP | {"loss_type": pg_loss_fn}}, "a registered name or a dotted path is needed"),
         ({"use_kl_loss": True}, "use_kl_loss=True needs kl_loss_type"),
         ({"kl_loss_coef": 0.01}, "kl_loss_coef=0.01 has no effect without use_kl_loss"),
-        ({"kl_loss_type": "k3"}, "kl_loss_type='k3' has no effect without use_kl_loss"),
         ({"chunk_size": 256}, "chunk_size=256 has no effect in mode='eager', the default: set mode='chunk'"),
         ({"kl_loss_coef": -1, "use_kl_loss": False}, "greater than or equal to 0"),
         ({"kl_loss_type": "k4"}, "kl_loss_type"),
@@ -105,6 +104,17 @@ def test_contradictions_are_refused(fields, message):
 def test_what_stands_beside_an_explicit_switch_is_fine():
     assert loss_config(kl_loss_coef=0.01, kl_loss_type="k3", use_kl_loss=False).kl_loss_coef == 0.01
     assert loss_config(chunk_size=256, mode="eager").logprob_chunk_size is None
+    assert loss_config(chunk_size=1024).logprob_chunk_size is None  # the default, said
+
+
+def test_a_penalty_is_switched_on_by_assignment():
+    config = loss_config(kl_loss_coef=0.01, use_kl_loss=False)
+    config.kl_loss_type = "k3"
+    config.use_kl_loss = True
+    other = loss_config()
+    other.kl_loss_type = "k3"
+    other.use_kl_loss = True
+    assert config.use_kl_loss and other.use_kl_loss
 
 
 def test_a_penalty_that_does_not_pull_is_warned_of():

@@ -51,7 +51,8 @@ class EvaluatorConfig(XTunerConfig):
     positive, or its score where the judge gives no `acc`; and the lengths."""
     eval_timeout: float | None = Field(7200.0, gt=0)
     """Seconds an evaluation may take. Samples that are not finished then count as failed, which a log line says; where
-    `enable_batch_judge` is on, with all others of their prompts. None: no limit."""
+    the loop has those of a prompt together (`enable_batch_judge`, `cpu_resources`, `generate_group` of its own), with
+    all others of the prompt. None: no limit."""
 
     @field_validator("compute_metric_func")
     @classmethod
@@ -150,8 +151,8 @@ class Evaluator:
         return [state for group in groups for state in group]
 
     def _jobs(self) -> list[tuple[AgentLoop, Group]]:
-        """Each sample by itself, so that one that is late costs no other; the samples of a prompt together only where
-        they are judged together."""
+        """Each sample by itself, so that one that is late costs no other; the samples of a prompt together where the
+        loop may compare them."""
         jobs: list[tuple[AgentLoop, Group]] = []
         num_groups = 0
         stride = max(task.sampler.prompt_repeat_k for task in self._manager.tasks)
@@ -161,7 +162,7 @@ class Evaluator:
                 num_groups += 1
                 prompt = task.sampler.dataloader[index]
                 group = make_group(prompt, task.sampler.prompt_repeat_k, group_id, rollout_id, task.name)
-                parts = [group] if task.agent_loop.enable_batch_judge else [[state] for state in group]
+                parts = [[state] for state in group] if task.agent_loop.takes_samples_alone else [group]
                 jobs += [(task.agent_loop, part) for part in parts]
         return jobs
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
-from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, TaskSpecConfig
+from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
 from xtuner.v1.rl.agent_loop_manager.sampler import Sampler
 from xtuner.v1.rl.rollout.backends.native.requests import read_eos_ids
 from xtuner.v1.rl.utils import launch_problem
@@ -60,7 +60,8 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     for manager in filter(None, (cfg.agent_loop_manager_cfg, evaluation)):
         try:
             samplers = manager.samplers(tokenizer, cfg.seed)
-            problems += measured_problems(cfg, manager, samplers)
+            if manager is cfg.agent_loop_manager_cfg:
+                problems += measured_problems(cfg, samplers)
             if manager is cfg.agent_loop_manager_cfg and cfg.total_train_steps is None:
                 drawn = zip(manager.task_list(), samplers, strict=True)
                 epoch_steps(cfg, sum(len(sampler) for task, sampler in drawn if task.weight > 0))
@@ -69,16 +70,16 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
 
 
-def measured_problems(
-    cfg: "RLColocateTrainerConfig", manager: AgentLoopManagerConfig, samplers: list[Sampler]
-) -> list[str]:
-    """What the prompts' lengths tell of those tasks of training or evaluation that have no `max_length`."""
-    name = "agent_loop_manager_cfg" if manager is cfg.agent_loop_manager_cfg else "eval_agent_loop_manager_cfg"
+def measured_problems(cfg: "RLColocateTrainerConfig", samplers: list[Sampler]) -> list[str]:
+    """What the prompts' lengths tell of those training tasks that have no `max_length`. An evaluation cuts and counts
+    responses that the context cannot hold."""
     return [
         problem
-        for task, sampler in zip(manager.task_list(), samplers, strict=True)
-        if not _prompt_limit(task)
-        for problem in _length_problems(cfg, name, task, int(sampler.dataloader.prompt_lengths.max()))
+        for task, sampler in zip(cfg.agent_loop_manager_cfg.task_list(), samplers, strict=True)
+        if task.weight > 0 and not _prompt_limit(task)
+        for problem in _length_problems(
+            cfg, "agent_loop_manager_cfg", task, int(sampler.dataloader.prompt_lengths.max())
+        )
     ]
 
 

@@ -367,16 +367,13 @@ class RLColocateTrainer:
         self.manager = cfg.agent_loop_manager_cfg.build(
             self.rollout, self.tokenizer, self.replay_buffer, self.launcher, cfg.seed
         )
-        managers = [(cfg.agent_loop_manager_cfg, self.manager)]
         if cfg.enable_evaluate and not cfg.debug_rollout:
             assert cfg.eval_agent_loop_manager_cfg is not None and cfg.evaluator_config is not None
             evaluation = cfg.eval_agent_loop_manager_cfg.build(
                 self.rollout, self.tokenizer, cfg.replay_buffer_config.build(), self.launcher, cfg.seed
             )
             self.evaluator = cfg.evaluator_config.build(evaluation)
-            managers.append((cfg.eval_agent_loop_manager_cfg, evaluation))
-        problems = [p for c, m in managers for p in measured_problems(cfg, c, [task.sampler for task in m.tasks])]
-        if problems:
+        if problems := measured_problems(cfg, [task.sampler for task in self.manager.tasks]):
             raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
 
     def _resolve_steps(self) -> int:

@@ -47,15 +47,17 @@ class AgentLoop(ABC):
         self.sample_params = sample_params or SampleParams()
         self.enable_batch_judge = enable_batch_judge
 
+    @property
+    def takes_samples_alone(self) -> bool:
+        """Whether a sample is the same without the others of its group."""
+        return type(self).generate_group is AgentLoop.generate_group and not self.enable_batch_judge
+
     @abstractmethod
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Generate one response in one or more requests. If it sets `reward`, the judger is not asked."""
 
     async def generate_group(self, states: list[RolloutState]) -> list[RolloutState]:
-        """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`.
-
-        An evaluation gives each sample by itself, unless `enable_batch_judge` is set.
-        """
+        """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`."""
         for state in states:
             state.sample_params = self.sample_params
         group = await run_all(self._generate_one(state) for state in states)
@@ -173,4 +175,4 @@ class AgentLoopConfig(XTunerConfig, ABC):
             tokenizer,
             resources=self.cpu_resources,
         )
-        return RouterAgentLoop(workers, self.sample_params, self.enable_batch_judge)
+        return RouterAgentLoop(workers, self.sample_params)

@@ -31,9 +31,8 @@ class AgentLoopWorker:
 class RouterAgentLoop(AgentLoop):
     """Sends each group to the worker with the fewest samples under way; ties go round."""
 
-    def __init__(self, workers: list[Handle], sample_params: SampleParams, enable_batch_judge: bool = False):
+    def __init__(self, workers: list[Handle], sample_params: SampleParams):
         self.sample_params = sample_params
-        self.enable_batch_judge = enable_batch_judge
         self._workers = workers
         self._load = [0] * len(workers)
         self._next = 0

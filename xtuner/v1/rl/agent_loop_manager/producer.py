@@ -111,7 +111,7 @@ class SyncProduceStrategy:
 
     Groups under way and usable groups together never exceed the batch, and all that start are awaited. So the
     prompts that are tried are the shortest run of the sampler's prompts that holds a batch of usable groups,
-    whatever the order in which they finish. If the step breaks, those under way go back to the sampler.
+    whatever the order in which they finish. Those still under way at its end go back to the sampler.
     """
 
     def __init__(
@@ -167,8 +167,6 @@ class SyncProduceStrategy:
                         usable = self._buffer.count(self._task_name)
                         logger.info(f"task {self._task_name!r}: {usable} of {batch_size} groups")
         except BaseException as error:
-            for drawn in running.values():
-                self._sampler.give_back(drawn)
             if not isinstance(error, TimeoutError) or not deadline.expired():
                 raise
             why = f"step_timeout={self._config.step_timeout} s over with {len(running)} groups under way"
@@ -176,6 +174,8 @@ class SyncProduceStrategy:
             raise RuntimeError(self._gave_up(tally, batch_size, why, hint)) from None
         finally:
             await cancel_all(running)
+            for drawn in running.values():
+                self._sampler.give_back(drawn)
         self._count_stopped(tally, len(running), batch_size)
         tally.check_judge_errors(self._max_judge_error_rate)
         return tally
@@ -221,7 +221,7 @@ class SyncProduceStrategy:
         if tally.missing:
             logger.warning(
                 f"task {self._task_name!r}: should_continue_fn ended production with "
-                f"{batch_size - tally.missing} of {batch_size} groups; {num_stopped} under way were given up."
+                f"{batch_size - tally.missing} of {batch_size} groups; {num_stopped} under way come again later."
             )
 
     def _gave_up(self, tally: Tally, batch_size: int, why: str, hint: str) -> str:

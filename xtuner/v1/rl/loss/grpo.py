@@ -15,6 +15,8 @@ from .kl import KLKind, kl_penalty
 from .metrics import Metrics, mean_of, sum_by_sample, sum_of
 from .policy import check_policy_loss_cfg, get_policy_loss_fn, know_policy_loss, policy_metrics
 
+_CHUNK_SIZE = 1024
+
 
 class BaseRLLossConfig(XTunerConfig, ABC):
     """What every RL loss has. Subclass it and write `policy_loss` for a loss of another kind."""
@@ -28,15 +30,15 @@ class BaseRLLossConfig(XTunerConfig, ABC):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Factor of the penalty."""
     kl_loss_type: KLKind | None = None
-    """Estimator of the penalty; needed with `use_kl_loss`, refused where that is not set. `low_var_kl` or `k3` is the
-    usual one. `k1` or `kl` is only good for watching: the reference does not occur in its gradient."""
+    """Estimator of the penalty; needed with `use_kl_loss`. `low_var_kl` or `k3` is the usual one. `k1` or
+    `kl` is only good for watching: the reference does not occur in its gradient."""
     rollout_is: RolloutImportanceSampling = Field(default_factory=RolloutImportanceSampling)
     """Correction for the difference between trainer and engine. Off by default."""
     ignore_idx: Literal[-100] = -100
     """Label of tokens that are not trained on; fixed."""
     mode: Literal["eager", "chunk"] = "eager"
     """`chunk`: logits of `chunk_size` tokens exist at a time. `eager`: those of all trained tokens."""
-    chunk_size: int | None = Field(1024, gt=0)
+    chunk_size: int | None = Field(_CHUNK_SIZE, gt=0)
     """Tokens a chunk in mode `chunk`; refused where `mode` is not set. Smaller: less memory, smaller products."""
     loss_reduction: Literal["token", "sample", "square", "constant"] = "token"
     """What a trained token weighs in a sample of n trained tokens. `token`: 1, `sample`: 1/n (the mean over
@@ -68,13 +70,12 @@ class BaseRLLossConfig(XTunerConfig, ABC):
                 stacklevel=2,
             )
         given = self.model_fields_set
-        for name in ("kl_loss_coef", "kl_loss_type"):
-            if name in given and getattr(self, name) and "use_kl_loss" not in given:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no effect without use_kl_loss: "
-                    "set use_kl_loss=True, or False to say that no KL loss is meant."
-                )
-        if "chunk_size" in given and self.chunk_size is not None and "mode" not in given:
+        if "kl_loss_coef" in given and self.kl_loss_coef > 0 and "use_kl_loss" not in given:
+            raise ValueError(
+                f"kl_loss_coef={self.kl_loss_coef} has no effect without use_kl_loss: "
+                "set use_kl_loss=True, or False to say that no KL loss is meant."
+            )
+        if self.chunk_size not in (None, _CHUNK_SIZE) and "mode" not in given:
             raise ValueError(
                 f"chunk_size={self.chunk_size} has no effect in mode='eager', the default: set mode='chunk', or "
                 "'eager' to say that no chunks are meant."

@@ -28,7 +28,7 @@ from xtuner.v1.rl.loss import (
 from xtuner.v1.rl.loss.metrics import mean_of, sum_of
 from xtuner.v1.rl.rollout.backends.server import ServerError
 from xtuner.v1.rl.utils import peer
-from xtuner.v1.rl.weight_update import Witness, push_in_process
+from xtuner.v1.rl.weight_update import EngineDownError, Witness, push_in_process
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.compiled import as_written, compiled_programs
 from xtuner.v1.utils.device import (
@@ -413,7 +413,7 @@ class TrainingWorker:
             if self.witness is None or not await peer(target).health():
                 return None
             return await self.witness.compare(peer(target).readable(), target)
-        except ServerError as error:
+        except (ServerError, EngineDownError) as error:
             get_logger().warning(f"the weights of {target} were not compared: {error}")
             return None
 

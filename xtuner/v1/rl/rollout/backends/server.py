@@ -205,8 +205,9 @@ class EngineServer:
         call = asyncio.ensure_future(self.post(path, body, timeout))
         try:
             while not (await asyncio.wait({call}, timeout=_LISTEN_S))[0]:
-                if self.alive and not await self._listens():
-                    raise ServerError(f"{self.name} takes no more connections, and has not answered to {path}.")
+                if self.alive and not await self._listens() and not call.done():
+                    problem = f"{self.name} takes no more connections, and has not answered to {path}."
+                    raise ServerError(f"{problem} {self.last_lines()}")
             return call.result()
         finally:
             call.cancel()
