@@ -69,7 +69,8 @@ def no_shared_memory_stays():
 
 
 def make(tmp_path: Path) -> EngineServer:
-    return EngineServer("the server", tmp_path / "logs" / "engine.log", first_port=27300, own_path="/mine")
+    log = tmp_path / "logs" / "engine.log"
+    return EngineServer("the server", log, first_port=27300, own_path="/mine", socket_bytes=48)
 
 
 async def start(server: EngineServer, *words: str, timeout: float = 30) -> dict:
@@ -77,6 +78,19 @@ async def start(server: EngineServer, *words: str, timeout: float = 30) -> dict:
         lambda port: [sys.executable, "-c", PROGRAM, str(port), *words], lambda key: os.environ | {"KEY": key}, timeout
     )
     return await server.post("/facts")
+
+
+def start_driver(tmp_path: Path, *lines: str) -> "subprocess.Popen[str]":
+    """A process that does this with a server of its own, and waits."""
+    program = "\n    ".join(
+        [
+            "import asyncio, pathlib, sys; sys.path.insert(0, sys.argv[2]); import test_engine_server as t\n"
+            "async def main():",
+            "server = t.make(pathlib.Path(sys.argv[1]))", *lines, "await asyncio.sleep(60)\nasyncio.run(main())",
+        ]
+    )  # fmt: skip
+    command = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def gone(*pids: int, within: float = 5) -> bool:
@@ -192,14 +206,10 @@ def test_a_start_that_fails_or_takes_too_long_ends_with_the_last_lines(tmp_path)
 
 
 def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
-    program = (
-        "import asyncio, sys, pathlib\nsys.path.insert(0, sys.argv[2])\nimport test_engine_server as t\n"
-        "async def main():\n    server = t.make(pathlib.Path(sys.argv[1]))\n    facts = await t.start(server)\n"
-        "    print(facts['pid'], facts['child'], server.pid, server.home, flush=True)\n    await asyncio.sleep(60)\n"
-        "asyncio.run(main())"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    driver = start_driver(
+        tmp_path,
+        "facts = await t.start(server)",
+        "print(facts['pid'], facts['child'], server.pid, server.home, flush=True)",
     )
     *pids, home = driver.stdout.readline().split()
     assert Path(home).is_dir()
@@ -260,15 +270,14 @@ def test_what_a_server_only_reads_in_shared_memory_stays(tmp_path):
 
 
 def test_a_driver_that_is_killed_while_its_server_is_dead_leaves_no_folder(tmp_path):
-    program = (
-        "import asyncio, os, sys, pathlib\nsys.path.insert(0, sys.argv[2])\nimport test_engine_server as t\n"
-        "async def main():\n    server = t.make(pathlib.Path(sys.argv[1]))\n    for _ in range(2):\n"
-        "        await t.start(server)\n        (server.home / 'weights').mkdir(exist_ok=True)\n"
-        "        os.kill((await server.post('/facts'))['pid'], 9)\n        await server.dies()\n"
-        "        print(server.home, flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    driver = start_driver(
+        tmp_path,
+        "for _ in range(2):",
+        "    facts = await t.start(server)",
+        "    (server.home / 'weights').mkdir(exist_ok=True)",
+        "    t.os.kill(facts['pid'], 9)",
+        "    await server.dies()",
+        "    print(server.home, flush=True)",
     )
     home = Path(driver.stdout.readline().strip())
     assert str(home) == driver.stdout.readline().strip() and home.is_dir()

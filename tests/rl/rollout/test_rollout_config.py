@@ -184,6 +184,9 @@ def test_a_foreign_engine_is_refused_with_the_reason_before_anything_of_it_is_im
     assert f"{python} has version 0.9.1, and versions from 0.26 up to but without 0.33 are driven" in refusal("vllm")
     monkeypatch.setenv("XTUNER_SGLANG_PYTHON", "/nowhere/python")
     assert "'sglang': there is no interpreter /nowhere/python; name the interpreter" in refusal("sglang")
+    for wrong in ("soon", "0", "-5", "nan", "inf"):
+        monkeypatch.setenv("XTUNER_ENGINE_START_TIMEOUT", wrong)
+        assert f"XTUNER_ENGINE_START_TIMEOUT='{wrong}' is no number of seconds" in refusal("vllm")
 
 
 def test_an_engine_that_is_there_is_taken_on_a_cpu(engine, model, monkeypatch):

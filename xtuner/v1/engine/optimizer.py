@@ -115,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not offered: torch would put all moments on the device in float32."""
-        raise NotImplementedError("moments are saved and loaded by save_train_state and load_train_state.")
+        raise RuntimeError("moments are saved and loaded by save_train_state and load_train_state.")
 
     def _whole(self, param: nn.Parameter, rule: UpdateRule) -> Part:
         assert param.grad is not None

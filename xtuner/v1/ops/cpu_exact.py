@@ -54,7 +54,7 @@ class ExactPackedAttention:
     ) -> Tensor:
         """See `AttentionContext`; no window and no sinks."""
         if window is not None or sinks is not None:
-            raise NotImplementedError("exact attention knows no window and no sinks.")
+            raise ValueError("exact attention knows no window and no sinks.")
         return self._attention.attend(q, k, v, scale)
 
 

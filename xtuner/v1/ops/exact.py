@@ -102,4 +102,4 @@ def exact_attend_rows(
 
 def _refuse(window: int | None, sinks: Tensor | None) -> None:
     if window is not None or sinks is not None:
-        raise NotImplementedError("exact attention knows no window and no sinks.")
+        raise ValueError("exact attention knows no window and no sinks.")

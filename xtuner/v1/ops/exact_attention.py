@@ -43,7 +43,7 @@ class ExactPackedAttention:
     ) -> Tensor:
         """See `AttentionContext`."""
         if window is not None or sinks is not None or scale <= 0:
-            raise NotImplementedError("exact attention knows no window, no sinks and no negative scale.")
+            raise ValueError("exact attention knows no window, no sinks and no negative scale.")
         if self._hopper.takes(q, v, scale, None, None):
             return _OverHopper.apply(q, k, v, self._hopper, scale, self._tiles)
         return _OverFlash.apply(q, k, v, self._flash, scale, self._tiles)

@@ -39,7 +39,8 @@ class BaseRLLossConfig(XTunerConfig, ABC):
     mode: Literal["eager", "chunk"] = "eager"
     """`chunk`: logits of `chunk_size` tokens exist at a time. `eager`: those of all trained tokens."""
     chunk_size: int | None = Field(_CHUNK_SIZE, gt=0)
-    """Tokens a chunk in mode `chunk`; refused where `mode` is not set. Smaller: less memory, smaller products."""
+    """Tokens a chunk in mode `chunk`; another number than the default is refused where `mode` is not set. Smaller:
+    less memory, smaller products."""
     loss_reduction: Literal["token", "sample", "square", "constant"] = "token"
     """What a trained token weighs in a sample of n trained tokens. `token`: 1, `sample`: 1/n (the mean over
     samples of each sample's mean), `square`: 1/sqrt(n); all divided by their sum over the packs and ranks of an

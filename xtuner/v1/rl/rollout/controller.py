@@ -20,6 +20,8 @@ from .config import RolloutConfig
 from .replicas import Replica, ReplicaPool
 
 _ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+_START_S = 1800.0
+"""Also for what may have to wait until an engine that died is started again."""
 _ABORT_S = 60.0
 _STOP_S = 30.0
 _MAX_WARNINGS = 20
@@ -47,6 +49,7 @@ class RolloutController:
             interval=config.health_check_interval_seconds,
             threshold=config.health_check_failure_threshold,
         )
+        self._start_s = _START_S if config.backend in (None, "native") else max(_START_S, 2 * server_start_limit())
         self._paused = self._closed = False
         self._ids = itertools.count()
         self._events: Counter[str] = Counter()
@@ -150,7 +153,7 @@ class RolloutController:
 
     async def start(self, log_dir: Path | None = None) -> None:
         """Load the engines, all at once. `log_dir`: for the logs of servers."""
-        await self._broadcast("start", _start_limit(), log_dir)
+        await self._broadcast("start", self._start_s, log_dir)
 
     async def pause(self) -> None:
         """End all requests in flight as ABORTED, those of copies of this controller too, until `resume`."""
@@ -163,15 +166,15 @@ class RolloutController:
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Give the device memory back."""
-        await self._broadcast("sleep", _start_limit(), tags)
+        await self._broadcast("sleep", self._start_s, tags)
 
     async def wake(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
         """Take the device memory again; weights come back empty."""
-        await self._broadcast("wake", _start_limit(), tags)
+        await self._broadcast("wake", self._start_s, tags)
 
     async def revive(self) -> None:
         """Bring back engines that died asleep, while nobody else uses the devices; they are asleep after that."""
-        await self._broadcast("revive", _start_limit())
+        await self._broadcast("revive", self._start_s)
 
     async def ask_engines(self, request: GenerateRequest) -> dict[str, GenerateOutput]:
         """What each engine in service answers to the same request, by the name of its (first) worker; also while
@@ -234,11 +237,6 @@ class RolloutController:
         if not results:
             raise RuntimeError(f"{method}: all rollout workers are lost; last error: {self._pool.last_error}")
         return results
-
-
-def _start_limit() -> float:
-    """Seconds, also for what may have to wait until an engine that died is started again."""
-    return max(1800.0, 2 * server_start_limit())
 
 
 async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:

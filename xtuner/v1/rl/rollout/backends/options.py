@@ -195,7 +195,12 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
 
 
 def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
-    """Why the engine cannot be driven here: not installed, or of another version. Nothing of it is imported."""
+    """Why the engine cannot be driven here: not installed, of another version, or with a start limit that is none.
+    Nothing of it is imported."""
+    try:
+        server_start_limit()
+    except ValueError as error:
+        return str(error)
     native = f"or set rollout_config.backend='native' (and unset XTUNER_USE_{engine.upper()})"
     python = engine_python(config, engine)
     hint = (
@@ -222,8 +227,15 @@ def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
 
 
 def server_start_limit() -> float:
-    """Seconds until a server must answer: XTUNER_ENGINE_START_TIMEOUT."""
-    return float(os.environ.get("XTUNER_ENGINE_START_TIMEOUT", 900))
+    """Seconds until a server must answer: XTUNER_ENGINE_START_TIMEOUT. Raises ValueError for what is no such number."""
+    text = os.environ.get("XTUNER_ENGINE_START_TIMEOUT", "900")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"XTUNER_ENGINE_START_TIMEOUT={text!r} is no number of seconds above 0; set one, or unset it.")
+    return seconds
 
 
 def device_problem(engine: str, device: str) -> str | None:

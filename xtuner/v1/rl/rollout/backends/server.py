@@ -53,7 +53,7 @@ class ServerRefused(ServerError):
 class EngineServer:
     """One server, on loopback, that asks for a key made for it. `start` may be called again once it is dead."""
 
-    def __init__(self, name: str, log_file: Path, first_port: int, own_path: str, socket_bytes: int = 48):
+    def __init__(self, name: str, log_file: Path, first_port: int, own_path: str, socket_bytes: int):
         """`name`: in messages. `first_port`: the first that is tried. `own_path`: answers only who has the key, and so
         tells this server from another one. `socket_bytes`: of the names of its sockets in its temporary folder."""
         self.name, self.log_file = name, log_file
