@@ -225,6 +225,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing_in_its_session(tmp_path):
     async def life():
         first = await start(server)
         os.kill(server.pid, signal.SIGKILL)
+        assert await server.dies()
         with pytest.raises(ServerDied):
             await server.post("/facts")
         second = await start(server)
