@@ -9,6 +9,7 @@ from xtuner.v1.engine.router_loss import RouterLoss, num_rows, row_counts
 from xtuner.v1.model import BalancingLossConfig, MHAConfig, MoEModelConfig, ZLossConfig
 from xtuner.v1.model.moe import RouterStats
 from xtuner.v1.rl.trainer.packing import make_pack, make_units
+from xtuner.v1.rl.trainer.probe import with_rider
 from xtuner.v1.rl.trainer.samples import IGNORE, TrainingSample
 
 from .helpers import gradients, make_samples, packs_of, weights
@@ -146,6 +147,10 @@ def test_padding_counts_for_nothing_and_a_shared_prompt_for_all_its_samples() ->
     assert pack.layout.prefix == [-1, 0, 0, 0, -1] and pack.num_padding > 0
     expected = [c for c, n in zip((4, 1, 1, 1, 0), pack.layout.lengths, strict=True) for _ in range(n)]
     assert row_counts(pack).tolist() == expected
+    rider = make_pack(make_units(sibling_samples()[4:7], True, 4096, 32, 4), share_prompts=True, pad_multiple=64)
+    own = pack.input_ids.numel() - pack.num_padding
+    together = row_counts(with_rider(pack, rider, 64))
+    assert together[:own].tolist() == expected[:own] and not together[own:].any()
     assert num_rows([pack, pack]) == 2 * sum(len(s.input_ids) for s in samples)
     nothing = make_pack([], share_prompts=True, pad_multiple=64)
     assert row_counts(nothing).tolist() == [0] * 64

@@ -59,6 +59,9 @@ class ScriptedEngine:
             if not future.done():
                 future.set_result(GenerateOutput(number, [1, 2], [-0.1, -0.2], [3, 3], "abort"))
 
+    async def update_weights(self, buckets, version):
+        await asyncio.sleep(0)
+
     async def health(self):
         return self.healthy if self.healthy != HANG else await asyncio.sleep(60)
 

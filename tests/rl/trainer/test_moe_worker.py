@@ -11,7 +11,10 @@ from tests.rl.trainer.test_worker import loss_cfg, make_samples, make_worker, pa
 from tests.train.helpers import worker_config, write_moe_model
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.model import BalancingLossConfig, ZLossConfig, get_model_config_from_hf
+from xtuner.v1.rl.rollout.backends.base import GenerateOutput
 from xtuner.v1.rl.trainer import TrainingWorker, pack_samples
+from xtuner.v1.rl.trainer.probe import make_probe, probe_request
+from xtuner.v1.rl.trainer.worker import _by_rollout
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +149,29 @@ def test_sizes_that_do_not_fit_the_experts_are_refused(moe, model) -> None:
     with pytest.raises(ValidationError, match="fsdp_cfg.tp_size=2"):
         worker_config(moe, fsdp_cfg=FSDPConfig(tp_size=2))
     worker_config(moe, fsdp_cfg=FSDPConfig(ep_size=4))
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_canary_rides_and_changes_nothing(worker_of, replayed) -> None:
+    """Its rows choose experts of their own and count in no loss of the routers."""
+    samples = make_samples(4)
+    fields = {"balancing": 3.0, "z": 0.1}
+    plain, along = worker_of(**fields), worker_of(**fields)
+    (((pack,),),) = packs_of(samples, length=4096)
+    if replayed:
+        layers, chosen, experts = plain.config.model_cfg.routing_shape
+        rows = torch.arange(pack.input_ids.numel())[:, None, None]
+        ids = (rows + torch.arange(layers)[None, :, None] + torch.arange(chosen)) % experts
+        pack = replace(pack, routed_experts=ids.to(torch.int16))
+    tokens = [7, 8, 9]
+    outputs = {"rollout_0": GenerateOutput(-1, tokens, [0.0] * 3, [4] * 3, "length")}
+    request = probe_request(384, 144, 64)
+    probe = make_probe(outputs, request, version=4, limit=1e-4, hidden_size=32, pad_multiple=1)
+    truth: dict[int, list[float]] = {}
+    _by_rollout(probe.pack, plain.engine.logprobs(probe.pack), truth)
+    probe.answers[0]["rollout_0"] = truth[0]
+    results = [worker.fit([[pack]], 1, given) for worker, given in ((plain, None), (along, probe))]
+    assert results[1].metrics["canary/logprob_gap"] < 1e-5
+    assert results[1].optimizer_steps[0] == pytest.approx(results[0].optimizer_steps[0], abs=1e-5)
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(along)[name], tensor, atol=2e-4, rtol=0, msg=name)

@@ -19,11 +19,14 @@ def row_counts(pack: PackedBatch) -> Tensor:
     lengths, prefix = torch.tensor([pack.layout.lengths, pack.layout.prefix], device=pack.input_ids.device)
     segments = len(pack.layout.lengths)
     # A response of one token has no rows: only the row that predicts it tells which prompt it follows.
-    segment = torch.searchsorted(lengths.cumsum(0), pack.target_rows, right=True)
+    own_targets = pack.target_rows[: pack.sample_index.numel()]
+    segment = torch.searchsorted(lengths.cumsum(0), own_targets, right=True)
     prompt = torch.where(prefix[segment] < 0, segment, prefix[segment])
     holders = (pack.sample_index * segments + prompt).unique() % segments
     counts = torch.bincount(holders, minlength=segments) + (prefix >= 0)
-    return counts.repeat_interleave(lengths, output_size=pack.input_ids.numel())
+    rows = counts.repeat_interleave(lengths, output_size=pack.input_ids.numel())
+    rows[len(rows) - pack.num_padding :] = 0
+    return rows
 
 
 def num_rows(packs: Sequence[PackedBatch]) -> int:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xtuner.v1.rl.rollout.backends.base import GenerateRequest
 from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.trainer.probe import Probe, make_probe, probe_request
 from xtuner.v1.utils import get_logger
@@ -28,15 +29,23 @@ class Canary:
         self.due = False
         """Whether some engine has weights that it was not asked about."""
 
-    async def ask(self, rollout: RolloutController, version: int) -> Probe | None:
-        """What the engines, which have weights of `version`, say to the fixed prompt; None if none is due."""
+    async def weights_changed(self, rollout: RolloutController) -> None:
+        """Have the engines asked together with their next prompts, where that costs least."""
+        self.due = True
+        if (request := self._request(rollout)) is not None:
+            await rollout.ask_beside(request)
+
+    def _request(self, rollout: RolloutController) -> GenerateRequest | None:
+        """None if none is due, or there is no room for it."""
         worker = self._cfg.train_worker_cfg
         if not (self.due and worker.weight_canary.enabled):
             return None
         length = _PROMPT if rollout.config.backend == "native" else _LONG_PROMPT
-        request = probe_request(self._model.vocab_size, length, min(rollout.context_length, worker.pack_max_length))
-        if request is None:
-            self.due = False
+        return probe_request(self._model.vocab_size, length, min(rollout.context_length, worker.pack_max_length))
+
+    async def ask(self, rollout: RolloutController, version: int) -> Probe | None:
+        """What the engines, which have weights of `version`, say to the fixed prompt; None if none is due."""
+        if (request := self._request(rollout)) is None:
             return None
         outputs = await rollout.ask_engines(request)
         answered = {name: output for name, output in outputs.items() if output.token_ids and output.logprobs}

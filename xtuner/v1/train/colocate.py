@@ -208,7 +208,7 @@ class RLColocateTrainer:
                 await self.on_workers("offload")  # an engine starts on an empty device
                 await self.rollout.revive()
                 await self.on_workers("onload")
-            self.model_step, self.canary.due = version, True
+            self.model_step = version
         self.together = self.together or await self._has_room_for_both()
         if not self.together:
             await self.on_workers("offload")
@@ -216,6 +216,7 @@ class RLColocateTrainer:
         if version is not None:
             await self.rollout.health()  # an engine that had lost its weights serves again
             await self._verify_weights()
+            await self.canary.weights_changed(self.rollout)
 
     async def _verify_weights(self) -> dict[str, float]:
         """Whether the engines have the weights that they were given last; raises StaleWeightsError. The share of the

@@ -188,6 +188,11 @@ class RolloutController:
             answers[replica.name] = result
         return answers
 
+    async def ask_beside(self, request: GenerateRequest) -> None:
+        """Let each engine in service answer this together with its next request; `ask_engines` brings the answers."""
+        calls = (r.handle.call("ask_beside", request) for r in self._pool.in_service())
+        await asyncio.gather(*calls, return_exceptions=True)  # who is not there now is asked then
+
     async def weight_versions(self) -> list[int]:
         """Of every worker that is not lost: version of the weights it serves, -1 for none."""
         return await self._broadcast("weight_version", _ABORT_S)

@@ -1,5 +1,6 @@
 """One rollout engine, in the process of its rank."""
 
+import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -38,6 +39,9 @@ class RolloutWorker:
         self._paused = False
         self._version = -1
         self._counts: Counter[str] = Counter()
+        self._question: GenerateRequest | None = None
+        """To be asked together with the next request."""
+        self._answer: asyncio.Task[GenerateOutput] | None = None
 
     def build_engine(self) -> RolloutEngine:
         """The engine that the configuration names."""
@@ -107,11 +111,28 @@ class RolloutWorker:
             self._counts.update(counts)
         if self._paused:
             return GenerateOutput(request.request_id, finish_reason="abort")
+        if self._question is not None:
+            self._answer, self._question = asyncio.ensure_future(self.engine.generate(self._question)), None
         return await self.engine.generate(request)
 
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
-        """Serve a request of the run itself: it is not counted, and a pause does not concern it."""
+        """Serve a request of the run itself: it is not counted, and a pause does not concern it. If `ask_beside` gave
+        it before, this is the answer."""
+        answer, self._answer, self._question = self._answer, None, None
+        if answer is not None and (output := await answer).token_ids:
+            return output
         return await self.engine.generate(request)
+
+    async def ask_beside(self, request: GenerateRequest) -> None:
+        """Serve this together with the next request that comes: a prompt alone takes as long as a batch of them."""
+        await self._forget_question()
+        self._question = request
+
+    async def _forget_question(self) -> None:
+        answer, self._answer, self._question = self._answer, None, None
+        if answer is not None:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
 
     async def abort(self) -> None:
         await self.engine.abort()
@@ -125,6 +146,7 @@ class RolloutWorker:
         self._paused = False
 
     async def sleep(self, tags: tuple[MemoryTag, ...] = _ALL) -> None:
+        await self._forget_question()
         await self.engine.sleep(tags)
         if "weights" in tags:
             self._version = -1
@@ -139,6 +161,7 @@ class RolloutWorker:
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._version = -1
+        await self._forget_question()
         await self.engine.update_weights(buckets, version)
         self._version = version
 
@@ -165,6 +188,7 @@ class RolloutWorker:
         return dict(self._counts) | (self._engine.statistics() if isinstance(self._engine, CountsWork) else {})
 
     async def stop(self) -> None:
+        await self._forget_question()
         if self._engine is not None:
             await self._engine.stop()
             self._engine = None

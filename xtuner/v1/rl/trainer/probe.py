@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xtuner.v1.data_proto import PackedBatch, SampleParams, SegmentLayout
@@ -113,6 +114,7 @@ def with_rider(pack: PackedBatch, rider: PackedBatch, pad_multiple: int) -> Pack
     rows = parts[0].input_ids.numel()
     padding = -(rows + parts[1].input_ids.numel()) % pad_multiple
     zeros = pack.input_ids.new_zeros(padding)
+    experts = parts[0].routed_experts
     segments = len(parts[0].layout.lengths)
     prefix = [p if p < 0 else p + segments for p in parts[1].layout.prefix]
 
@@ -130,6 +132,7 @@ def with_rider(pack: PackedBatch, rider: PackedBatch, pad_multiple: int) -> Pack
         target_rows=torch.cat((pack.target_rows, rider.target_rows + rows)),
         labels=joined("labels"),
         inv_temperature=joined("inv_temperature"),
+        routed_experts=None if experts is None else _longer(experts, parts[1].input_ids.numel() + padding),
         num_padding=parts[1].input_ids.numel() + padding,
     )
 
@@ -141,4 +144,10 @@ def _without_padding(pack: PackedBatch) -> PackedBatch:
     return replace(
         pack, input_ids=pack.input_ids[:rows], position_ids=pack.position_ids[:rows],
         layout=SegmentLayout(layout.lengths[:-1], layout.prefix[:-1]), num_padding=0,
+        routed_experts=None if pack.routed_experts is None else pack.routed_experts[:rows],
     )  # fmt: skip
+
+
+def _longer(experts: Tensor, rows: int) -> Tensor:
+    """With so many more rows, of which nothing is known."""
+    return F.pad(experts, (0, 0, 0, 0, 0, rows), value=-1)

@@ -15,7 +15,6 @@ from torch import Tensor
 from xtuner.v1.config import FSDPConfig
 from xtuner.v1.data_proto import PackedBatch
 from xtuner.v1.engine import TrainEngine, load_train_state, save_train_state
-from xtuner.v1.model import MoEModelConfig
 from xtuner.v1.rl.loss import (
     BaseRLLossConfig,
     Metrics,
@@ -93,6 +92,8 @@ class TrainingWorker:
         self.owns_group = False
         self.riding: tuple[PackedBatch, Probe] | None = None
         """A probe, and the pack that it rides in."""
+        self.arrived: tuple[Probe, Tensor] | None = None
+        """A probe, and its log-probs on the device."""
         self.judged: dict[str, float] = {}
         """Metrics of the last probe."""
         self.witness: Witness | None = None
@@ -198,29 +199,32 @@ class TrainingWorker:
 
     def _take_along(self, probe: Probe, packs: list[PackedBatch]) -> None:
         """Let the probe ride in the shortest of these packs, of the first update: a forward of its own would take as
-        long as a pack's. It has one where routers count rows, or adapters add noise."""
+        long as a pack's. It has one where adapters add noise."""
         lora = self.config.lora_cfg
-        if isinstance(self.config.model_cfg, MoEModelConfig) or (lora is not None and lora.dropout):
+        if lora is not None and lora.dropout:
             with as_written(self.config.fsdp_cfg.torch_compile):
-                self._judge(probe, self.engine.logprobs(probe.pack.to(self.device)))
+                self.arrived = probe, self.engine.logprobs(probe.pack.to(self.device))
             return
         self.riding = min(packs, key=lambda pack: pack.input_ids.numel()), probe
 
-    def _judge(self, probe: Probe, logprobs: Tensor) -> None:
-        """Raises StaleWeightsError."""
+    def _judge(self) -> None:
+        """The probe that has arrived. Waits for the device. Raises StaleWeightsError."""
+        if self.arrived is None:
+            return
+        (probe, logprobs), self.arrived = self.arrived, None
         by_place: dict[int, list[float]] = {}
-        _by_rollout(probe.pack, logprobs.detach().cpu(), by_place)
+        _by_rollout(probe.pack, logprobs.cpu(), by_place)
         self.judged = probe.judge(by_place)
 
     def _forward(self, pack: PackedBatch) -> Tensor:
-        """Log-probs of the pack's trained tokens, float32 [N]. A probe that rides along is judged."""
+        """Log-probs of the pack's trained tokens, float32 [N]. A probe that rides along arrives."""
         if self.riding is None or self.riding[0] is not pack:
             return self.engine.forward(pack)[0]
         probe, self.riding = self.riding[1], None
         rider = probe.pack.to(self.device)
         together = with_rider(pack, rider, 1 if self.device.type == "cpu" else 64)
         logprobs, of_probe = self.engine.forward(together)[0].split([pack.num_targets, rider.num_targets])
-        self._judge(probe, of_probe)
+        self.arrived = probe, of_probe.detach()
         return logprobs
 
     def _to_device(self, pack: PackedBatch) -> PackedBatch:
@@ -301,6 +305,7 @@ class TrainingWorker:
             totals = {"loss": sum_of(loss), "trained_tokens": sum_of(torch.ones_like(pack.labels))}
             rows.append(metrics | is_metrics | totals)
             tokens += (pack.input_ids.numel() - pack.num_padding) / self.config.ranks_per_pack
+        self._judge()
         step = self.engine.step()
         if step.skipped:
             self.consecutive_skips += 1
