@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu import takes_cpu_kernels
+from .put import put
 from .sink_attention import sink_attention
 
 
@@ -41,14 +42,18 @@ class PagedRows(NamedTuple):
     @classmethod
     def build(cls, tables: np.ndarray, lengths: np.ndarray, before: np.ndarray, device: torch.device) -> "PagedRows":
         """tables int32 [S, P]; lengths int64 [S] of the rows, none 0; before int64 [S]."""
-        starts = np.concatenate(([0], lengths.cumsum()))
+        starts, tiles = cls.cut(lengths)
+        spans = list(zip(starts.tolist(), starts[1:].tolist(), before.tolist(), strict=False))
+        arrays = (array.astype(np.int32, copy=False) for array in (tables, starts, before, tiles))
+        return cls(*(put(array, device) for array in arrays), spans=spans)
+
+    @staticmethod
+    def cut(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`starts` and `tiles` of sequences with so many rows."""
         counts = -(-lengths // TILE)
         sequence = np.arange(len(lengths)).repeat(counts)
         first = (np.arange(counts.sum()) - (counts.cumsum() - counts)[sequence]) * TILE
-        arrays = (tables, starts, before, np.stack((sequence, first), 1))
-        spans = list(zip(starts.tolist(), starts[1:].tolist(), before.tolist(), strict=False))
-        tensors = [torch.from_numpy(array.astype(np.int32, copy=False)).to(device) for array in arrays]
-        return cls(tensors[0], tensors[1], tensors[2], tensors[3], spans)
+        return np.concatenate(([0], lengths.cumsum())), np.stack((sequence, first), 1)
 
 
 class NewRows(NamedTuple):

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtuner.v1.ops.put import put
 from xtuner.v1.ops.sampling import IN_PROMPT, Drawn, Shaping
 
 from .exact_logprobs import exact_logprobs
@@ -133,4 +134,4 @@ class DrawState:
         )
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.tokens.device)
+        return put(array, self.tokens.device)

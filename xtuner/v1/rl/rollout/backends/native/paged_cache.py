@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xtuner.v1.ops.expert_pages import read_experts
 from xtuner.v1.ops.paged_attention import NewRows
+from xtuner.v1.ops.put import put
 from xtuner.v1.utils.stable_memory import StableMemory
 
 from .cache import Cache, Prompt
@@ -147,7 +148,7 @@ class PagedCache(Cache):
         places = [
             self.tables[slot, a // PAGE].astype(np.int64) * PAGE + a % PAGE for slot, a in zip(slots, at, strict=True)
         ]
-        rows = read_experts(self.experts(), torch.from_numpy(np.concatenate(places)).to(self.device)).cpu().numpy()
+        rows = read_experts(self.experts(), put(np.concatenate(places), self.device)).cpu().numpy()
         return np.split(rows.reshape(-1, *self.experts_shape), np.cumsum(lengths)[:-1])
 
     # ---- prompts ----
@@ -268,7 +269,7 @@ class PagedCache(Cache):
     def copy(self, pairs: np.ndarray) -> None:
         """Copy pages, int64 [C, 2] from and to."""
         if len(pairs) and self._pool is not None:
-            sources, targets = torch.from_numpy(pairs).to(self.device).unbind(1)
+            sources, targets = put(pairs, self.device).unbind(1)
             self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
 
     # ---- pages ----

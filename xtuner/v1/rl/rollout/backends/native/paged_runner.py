@@ -1,4 +1,4 @@
-"""The model over pages: prefill as it comes; on CUDA, decode as captured graphs that draw their own tokens."""
+"""The model over pages. On CUDA as captured graphs: decode, which draws its own tokens, and prefill of few rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +12,15 @@ from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.ops.expert_pages import store_experts
 from xtuner.v1.ops.paged_attention import PagedRows, SharedPages
+from xtuner.v1.ops.put import put
 from xtuner.v1.ops.sampling import MAX_ALTERNATIVES, Drawn
 
 from .cache import Prompt
 from .draw_state import DrawState
+from .graphs import captured
 from .paged_cache import MEMBERS, PAGE, PagedCache, pages_of
 from .paged_contexts import PagedChunks, PagedContext, PagedDecode, PagedPrefill
+from .prefill_graphs import PrefillGraphs, rows_of
 from .runner import draw, refuse_not_finite
 from .scheduler import Done, Scheduler
 
@@ -82,6 +85,7 @@ class PagedRunner:
         on_cuda = cache.device.type == "cuda"
         self._draws_on_device = on_cuda
         self._use_graphs = use_graphs and on_cuda
+        self._prefills = PrefillGraphs(self._hidden_states, cache, model.exact)
         self._sizes = batch_sizes(cache.max_slots)
         self._renew_state(num_stop_ids=1, penalties=False)
         self._top_history = torch.zeros(MAX_STEPS, *self._state.top.shape, dtype=torch.int32, device=cache.device)
@@ -121,10 +125,9 @@ class PagedRunner:
     @torch.inference_mode()
     def prefill(self, scheduler: Scheduler, prompts: list[Prompt], first_slot: int) -> list[Done]:
         self.cache.hold()
-        ids, positions = (np.concatenate(parts) for parts in zip(*map(_rows, prompts), strict=True))
-        hidden = self._hidden_states(self._put(ids), self._put(positions), self._prefill_attention(prompts))
+        hidden = self._through_model(prompts)
         self.cache.copy(_sibling_copies(prompts))
-        self.prefilled_rows += ids.size
+        self.prefilled_rows += sum(prompt.end - prompt.begin for prompt in prompts)
         complete = np.array([prompt.complete for prompt in prompts])
         if not complete.any():
             return []
@@ -135,8 +138,14 @@ class PagedRunner:
         self._stale = True
         return draw(scheduler, np.arange(first_slot, len(scheduler.running)), logits, self.model.exact)
 
-    def _prefill_attention(self, prompts: list[Prompt]) -> PagedContext:
-        places = self._put(np.concatenate([_places(prompt) for prompt in prompts]))
+    def _through_model(self, prompts: list[Prompt]) -> Tensor:
+        """Hidden states of their next rows, and maybe of others behind them."""
+        if self._use_graphs and (hidden := self._prefills.run(prompts)) is not None:
+            return hidden
+        ids, positions, places = self._put(np.concatenate([rows_of(prompt) for prompt in prompts], 1))
+        return self._hidden_states(ids, positions, self._prefill_attention(prompts, places))
+
+    def _prefill_attention(self, prompts: list[Prompt], places: Tensor) -> PagedContext:
         lengths = [prompt.end - prompt.begin for prompt in prompts]
         if all(prompt.begin == 0 for prompt in prompts):
             return PagedPrefill(self.cache, SegmentLayout(lengths, [-1] * len(prompts)), places, self.model.exact)
@@ -219,18 +228,10 @@ class PagedRunner:
         # The run before the capture, which compiles kernels, touches nobody's pages, and is the first of a call.
         state.lengths.zero_()
         state.step.zero_()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may call the driver in the meantime.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        replay = captured(run, device, self._pool)
         state.lengths.copy_(saved[0])
         state.tokens.copy_(saved[1])
-        return graph.replay
+        return replay
 
     def _forward(self, size: int, sharing: bool) -> Tensor:
         state = self._state
@@ -256,7 +257,7 @@ class PagedRunner:
         self._state.append(self._state.draw(self._forward(size, sharing), shaped))
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.cache.device)
+        return put(array.astype(np.int64, copy=False), self.cache.device)
 
 
 def _mark(device: torch.device) -> Callable[[], None]:
@@ -266,18 +267,6 @@ def _mark(device: torch.device) -> Callable[[], None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
-
-
-def _rows(prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and positions of the rows that go through the model."""
-    return prompt.ids[prompt.begin : prompt.end], np.arange(prompt.begin, prompt.end)
-
-
-def _places(prompt: Prompt) -> np.ndarray:
-    """Where these rows go, int64: page * PAGE + offset; -1 for those that are there."""
-    positions = np.arange(prompt.begin, prompt.end)
-    places = prompt.tables[0][positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
-    return np.where(positions < prompt.stored, -1, places)
 
 
 def _sibling_copies(prompts: list[Prompt]) -> np.ndarray:
