@@ -49,7 +49,7 @@ def _add_chunk(
 
 def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """See `ops.bit_sums`."""
-    rows = [t.detach().contiguous() for t in tensors]
+    rows = [t if t.is_contiguous() else t.detach().contiguous() for t in tensors]
     sums = torch.zeros(len(rows), dtype=torch.int64, device=rows[0].device)
     by_type: defaultdict[torch.dtype, list[tuple[int, int, int]]] = defaultdict(list)
     for index, tensor in enumerate(rows):

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .put import put
+
 TENSORS = 256
 """Tensors of a launch at most: every program reads where all of them begin."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -27,7 +29,7 @@ def chunk_tables(columns: Sequence[Sequence[int]], chunk: int, device: torch.dev
         table = np.full((1 + len(part), TENSORS), _NEVER, np.int64)
         table[0, : part.shape[1]] = counts.cumsum() - counts
         table[1:, : part.shape[1]] = part
-        yield torch.from_numpy(table).to(device), int(counts.sum())
+        yield put(table, device), int(counts.sum())
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Whether an engine has the weights that were pushed: sums of their bits on both sides, of a sample that rotates."""
 
+import functools
 import re
 import zlib
 from collections import Counter
@@ -60,8 +61,8 @@ class Witness:
     def _add(self, bucket: WeightBucket) -> None:
         keys, values = [], []
         for name, tensor in bucket.tensors.items():
-            key = name if self._by == "weight" else module_of(name)
-            if self._wanted(name, key):
+            key, layer, number = _known(name, self._by)
+            if self._wanted(layer, number):
                 self._names.setdefault(key, []).append(name)
                 self._elements[key] += tensor.numel()
                 keys.append(key)
@@ -72,11 +73,8 @@ class Witness:
             sums = bit_sums(values, self._dtype) if self._by == "weight" else _pattern_sums(values, self._dtype)
             self._sums.append((keys, sums))
 
-    def _wanted(self, name: str, key: str) -> bool:
-        layer = _LAYER.match(name)
-        if layer is None or int(layer[1]) in (0, self._last_layer):
-            return True
-        return (zlib.crc32(key.encode()) + self._turn) % self._every == 0
+    def _wanted(self, layer: int | None, number: int) -> bool:
+        return layer in (None, 0, self._last_layer) or (number + self._turn) % self._every == 0
 
     def expected(self) -> dict[str, SumOf]:
         """What the engine has to have. Waits for the device."""
@@ -110,6 +108,14 @@ class Witness:
                 "a part or rounded it, or the engine went back to other weights. Nothing was trained on its tokens."
             )
         return compared / max(self._passed, 1)
+
+
+@functools.cache
+def _known(name: str, by: SumsBy) -> tuple[str, int | None, int]:
+    """Of a weight: what its sum goes to, its layer, and a number that decides when that is in the sample."""
+    key = name if by == "weight" else module_of(name)
+    layer = _LAYER.match(name)
+    return key, None if layer is None else int(layer[1]), zlib.crc32(key.encode())
 
 
 def module_of(name: str) -> str:
