@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # two_cards
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-ACCELERATOR, STEPS = "gpu", 100
+ACCELERATOR, STEPS = "gpu", 60
 HALF = {"rollout_config.dtype": "bfloat16", "train_worker_cfg.fsdp_cfg.param_dtype": "bfloat16"}
 """Exact kernels of GPUs are of half precision; the demo is float32."""
 COUNTS = ("loss", "grad_norm", "lr", "trained_tokens", "train_step", "step")
