@@ -3,7 +3,7 @@
     python benchmarks/prefill_graphs.py [--shape qwen3-0.6b] [--rounds 5] [--out results.jsonl]
 
 One engine with random weights does the same with the graphs and without, in turn: answers one prompt of 72 tokens with
-4 tokens; 16 groups of 8 with prompts of 27 tokens and 256 new ones; the same while one more prompt comes late; and 1,024
+4 tokens; 16 groups of 8 with prompts of 27 tokens and 256 new ones; the same while one more prompt comes late; 1,024
 requests of 16 to 256 new tokens with slots for 256, so that prompts come in all the time. Prints JSON rows: medians.
 """
 
