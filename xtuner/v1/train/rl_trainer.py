@@ -118,7 +118,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     """Of everything random in the run."""
     deterministic: bool = False
     """Same configuration, same bits; and with the native engine exact mode: every token's log-prob has the same bits in
-    engine and trainer, in any batch and pack, and a step where one differs stops the run. Slower; docs/rollout.md says
+    engine and trainer, in any batch and pack, and a step where one differs stops the run. Slower; docs/exact.md says
     for which models and devices."""
     keep_on_device: bool = True
     """Once a train step has shown what training needs: leave weights, moments and the engine's memory on the device

@@ -14,7 +14,7 @@ class WeightCanaryConfig(XTunerConfig):
     """
 
     enabled: bool = True
-    """False: weights that stay behind show in mismatch/* alone. docs/rollout.md says what it costs."""
+    """False: weights that stay behind show in mismatch/* alone. docs/weights.md says what it costs."""
     every: int = Field(8, ge=1)
     """Each weight is in the sample once in so many updates; embedding, final norm, head, first and last layer always
     are. 1: all weights, every time."""

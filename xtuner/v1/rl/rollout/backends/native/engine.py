@@ -64,7 +64,7 @@ class NativeEngine(ReadableWeights):
         load_weights False: the weights come by `update_weights`. max_prefill_rows: prompt tokens a step, fewer on
         a CPU if they take long.
         cpu_kernels False: torch's operations also where kernels of our own are faster. deterministic: exact mode, see
-        docs/rollout.md. return_routed_experts: keep the experts of every token, for requests that want them.
+        docs/exact.md. return_routed_experts: keep the experts of every token, for requests that want them.
         """
         if max_batch_size < 1 or max_prefill_rows < 1:
             raise ValueError(
