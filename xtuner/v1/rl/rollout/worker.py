@@ -120,8 +120,8 @@ class RolloutWorker:
 
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
         """Serve a request of the run itself: it is not counted, and a pause does not concern it. If `ask_beside` gave
-        it before, this is the answer; unless it went wrong, was cut off, or is of a server that was started again since,
-        whose weights nobody has asked about."""
+        it before, this is the answer, unless it went wrong or was cut off, or the engine's server was started again
+        since: nobody has asked about that one's weights."""
         beside, self._answer, self._question = self._answer, None, None
         if beside is not None:
             answer, server = beside

@@ -22,8 +22,8 @@ HiddenStates = Callable[[Tensor, Tensor, PagedChunks], Tensor]
 
 
 class PrefillGraphs:
-    """One for each number of rows, captured when it is first wanted. None holds whose function it captured: exchanges of
-    ranks in it must go with the last mention of the runner, and not wait for a collection of garbage."""
+    """One for each number of rows, captured when it is first wanted. None holds the runner whose function it captured:
+    what ranks exchange in it must end with the last mention of the runner, not when garbage is collected."""
 
     def __init__(self, cache: PagedCache, exact: bool) -> None:
         self._cache, self._exact = cache, exact
@@ -57,8 +57,10 @@ class PrefillGraph:
         shapes = [(self._sequences, self._table_pages), (self._sequences + 1,), (self._sequences,), (self._tiles, 2)]
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int32, device=cache.device)
-        parts = [part.view(shape) for part, shape in zip(self._ints.split(sizes), shapes, strict=True)]
-        self._context = PagedChunks(cache, PagedRows(*parts, spans=[]), self._longs[2], exact)
+        parts = zip(self._ints.split(sizes), shapes, strict=True)
+        tables, starts, before, tiles = (part.view(shape) for part, shape in parts)
+        rows = PagedRows(tables, starts, before, tiles, spans=[])
+        self._context = PagedChunks(cache, rows, self._longs[2], exact)
         self._pool = pool
         self._replay: Callable[[], Tensor] | None = None
 
