@@ -228,3 +228,28 @@ def test_healthy_steps_go_on(tmp_path, kind):
     run = fit(config(model, tmp_path, total_train_steps=8, save_final_hf=False, **changes))
     assert len(run.rows) == 8 and max(run.series("canary/logprob_gap")) < (0.1 if kind == "bfloat16" else 1e-5)
     assert run.series("canary/engines") == [1.0] * 8 and min(run.series("canary/weights_compared")) > 0.3
+
+
+class DoesNotAnswerAtFirst(HONEST):
+    """The canary's prompt: neither beside the first others, nor when it is asked again."""
+
+    failures = 2
+
+    async def generate(self, request):
+        if request.request_id == -1 and self.failures:
+            self.failures -= 1
+            raise RuntimeError("a connection broke")
+        return await super().generate(request)
+
+
+def test_an_engine_that_did_not_answer_is_not_judged_by_later_weights(model, tmp_path, monkeypatch):
+    """It keeps its own for two steps, and is asked again about the next ones."""
+    monkeypatch.setattr(native, "NativeEngine", DoesNotAnswerAtFirst)
+    run = fit(config(model, tmp_path, sync_weights_interval=2))
+    assert [row.get("canary/engines") for row in run.rows] == [None, None, 1.0]
+
+
+def test_one_lost_answer_costs_no_verdict(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "NativeEngine", DoesNotAnswerAtFirst)
+    monkeypatch.setattr(DoesNotAnswerAtFirst, "failures", 1)
+    assert fit(config(model, tmp_path)).series("canary/engines") == [1.0] * 3

@@ -217,6 +217,8 @@ class RLColocateTrainer:
             await self.rollout.health()  # an engine that had lost its weights serves again
             await self._verify_weights()
             await self.canary.weights_changed(self.rollout)
+        else:
+            self.canary.due = False  # no trainer has those weights any more, by which an answer could be judged
 
     async def _verify_weights(self) -> dict[str, float]:
         """Whether the engines have the weights that they were given last; raises StaleWeightsError. The share of the

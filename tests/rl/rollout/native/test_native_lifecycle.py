@@ -1,6 +1,8 @@
 """Weights in and out, sleep, abort, faults, event loops."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -253,3 +255,15 @@ def test_an_engine_that_did_not_start_can_be_stopped(tmp_path):
     with pytest.raises(FileNotFoundError):
         asyncio.run(engine.start())
     asyncio.run(engine.stop())
+
+
+def test_a_runner_goes_with_its_last_mention(engine):
+    """And its captured steps with it: ranks of an engine cannot part while somebody holds their exchanges."""
+    gc.disable()
+    try:
+        run(engine, request(0), request(1))
+        runner = weakref.ref(engine._runner)
+        del engine._runner
+        assert runner() is None
+    finally:
+        gc.enable()

@@ -34,9 +34,9 @@ def test_each_row_has_its_tile_and_padding_sees_nothing(name):
         seen.append((ids.clone(), positions.clone(), context.places.clone(), context._rows))
         return ids[:, None].float()
 
-    graph = PrefillGraph(hidden_states, cache, False, SIZE, None)
-    graph([make(0, 256, 0, 7)])  # whose numbers must be gone
-    out = graph(prompts)
+    graph = PrefillGraph(cache, False, SIZE, None)
+    graph([make(0, 256, 0, 7)], hidden_states)  # whose numbers must be gone
+    out = graph(prompts, hidden_states)
     ids, positions, places, (tables, starts, before, tiles, _) = seen[-1]
     wanted = [(p, position) for p in prompts for position in range(p.begin, p.end)]
     assert out[: len(wanted), 0].tolist() == [p.ids[position] for p, position in wanted]

@@ -190,7 +190,8 @@ class RolloutController:
 
     async def ask_beside(self, request: GenerateRequest) -> None:
         """Let each engine in service answer this together with its next request; `ask_engines` brings the answers."""
-        calls = (r.handle.call("ask_beside", request) for r in self._pool.in_service())
+        replicas = self._pool.in_service()
+        calls = (asyncio.wait_for(r.handle.call("ask_beside", request), _ABORT_S) for r in replicas)
         await asyncio.gather(*calls, return_exceptions=True)  # who is not there now is asked then
 
     async def weight_versions(self) -> list[int]:

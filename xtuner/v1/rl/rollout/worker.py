@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +42,8 @@ class RolloutWorker:
         self._counts: Counter[str] = Counter()
         self._question: GenerateRequest | None = None
         """To be asked together with the next request."""
-        self._answer: asyncio.Task[GenerateOutput] | None = None
+        self._answer: tuple[asyncio.Task[GenerateOutput], int] | None = None
+        """The answer to it, and the number of the engine's server that was asked."""
 
     def build_engine(self) -> RolloutEngine:
         """The engine that the configuration names."""
@@ -112,15 +114,21 @@ class RolloutWorker:
         if self._paused:
             return GenerateOutput(request.request_id, finish_reason="abort")
         if self._question is not None:
-            self._answer, self._question = asyncio.ensure_future(self.engine.generate(self._question)), None
+            answer = asyncio.ensure_future(self.engine.generate(self._question))
+            self._answer, self._question = (answer, self._server()), None
         return await self.engine.generate(request)
 
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
         """Serve a request of the run itself: it is not counted, and a pause does not concern it. If `ask_beside` gave
-        it before, this is the answer."""
-        answer, self._answer, self._question = self._answer, None, None
-        if answer is not None and (output := await answer).token_ids:
-            return output
+        it before, this is the answer, unless it went wrong or was cut off, or the engine's server was started again
+        since: nobody has asked about that one's weights."""
+        beside, self._answer, self._question = self._answer, None, None
+        if beside is not None:
+            answer, server = beside
+            with suppress(Exception):  # that of a new try counts
+                output = await answer
+                if output.token_ids and output.finish_reason != "abort" and server == self._server():
+                    return output
         return await self.engine.generate(request)
 
     async def ask_beside(self, request: GenerateRequest) -> None:
@@ -129,10 +137,14 @@ class RolloutWorker:
         self._question = request
 
     async def _forget_question(self) -> None:
-        answer, self._answer, self._question = self._answer, None, None
-        if answer is not None:
-            answer.cancel()
-            await asyncio.gather(answer, return_exceptions=True)
+        beside, self._answer, self._question = self._answer, None, None
+        if beside is not None:
+            beside[0].cancel()
+            await asyncio.gather(beside[0], return_exceptions=True)
+
+    def _server(self) -> int:
+        """Number of the server behind the engine; 0 if it has none."""
+        return self.engine.starts if isinstance(self.engine, ComesBack) else 0
 
     async def abort(self) -> None:
         await self.engine.abort()

@@ -92,6 +92,9 @@ class ComesBack(Protocol):
     """An engine that can die alone. Where its server is dead, what needs one raises EngineLostError while it sleeps,
     since the device may be somebody else's, and EngineDownError if it did not start again."""
 
+    starts: int
+    """How often a server was started."""
+
     async def revive(self) -> None:
         """If it is dead, start it again and put it to sleep, weights and cache. Nobody else may use the device."""
 

@@ -59,7 +59,7 @@ class ServedEngine(ABC):
         self.dtype = config.cpu_dtype if device == "cpu" else config.dtype
         self.model_path = Path(config.model_path).absolute()
         self.tokenizer_path = Path(config.tokenizer_path or config.model_path).absolute()
-        self.version = 0
+        self.version = self.starts = 0
         self.options = engine_options(config, self.name)
         self.python = engine_python(config, self.name)
         self.inherited = inherited_environment(self.python)
@@ -138,6 +138,7 @@ class ServedEngine(ABC):
 
     async def _start_server(self) -> None:
         given = self.config.api_key
+        self.starts += 1
         self._asleep.clear()
         self._abandoned, self._silent_since = False, None
         await self.server.start(

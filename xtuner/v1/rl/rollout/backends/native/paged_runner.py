@@ -85,7 +85,7 @@ class PagedRunner:
         on_cuda = cache.device.type == "cuda"
         self._draws_on_device = on_cuda
         self._use_graphs = use_graphs and on_cuda
-        self._prefills = PrefillGraphs(self._hidden_states, cache, model.exact)
+        self._prefills = PrefillGraphs(cache, model.exact)
         self._sizes = batch_sizes(cache.max_slots)
         self._renew_state(num_stop_ids=1, penalties=False)
         self._top_history = torch.zeros(MAX_STEPS, *self._state.top.shape, dtype=torch.int32, device=cache.device)
@@ -140,7 +140,7 @@ class PagedRunner:
 
     def _through_model(self, prompts: list[Prompt]) -> Tensor:
         """Hidden states of their next rows, and maybe of others behind them."""
-        if self._use_graphs and (hidden := self._prefills.run(prompts)) is not None:
+        if self._use_graphs and (hidden := self._prefills.run(prompts, self._hidden_states)) is not None:
             return hidden
         ids, positions, places = self._put(np.concatenate([rows_of(prompt) for prompt in prompts], 1))
         return self._hidden_states(ids, positions, self._prefill_attention(prompts, places))

@@ -1,6 +1,7 @@
 """Prefill of few rows as captured graphs: to launch its kernels one by one takes the host longer than the device."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,14 +22,15 @@ HiddenStates = Callable[[Tensor, Tensor, PagedChunks], Tensor]
 
 
 class PrefillGraphs:
-    """One for each number of rows, captured when it is first wanted."""
+    """One for each number of rows, captured when it is first wanted. None holds the runner whose function it captured:
+    what ranks exchange in it must end with the last mention of the runner, not when garbage is collected."""
 
-    def __init__(self, hidden_states: HiddenStates, cache: PagedCache, exact: bool) -> None:
-        self._hidden_states, self._cache, self._exact = hidden_states, cache, exact
+    def __init__(self, cache: PagedCache, exact: bool) -> None:
+        self._cache, self._exact = cache, exact
         self._graphs: dict[int, PrefillGraph] = {}
         self._pool: tuple[int, int] | None = None
 
-    def run(self, prompts: Sequence[Prompt]) -> Tensor | None:
+    def run(self, prompts: Sequence[Prompt], hidden_states: HiddenStates) -> Tensor | None:
         """Hidden states [>= T, H] of the T next rows of these prompts, until the next call; None if they are too
         many."""
         rows = max(sum(prompt.end - prompt.begin for prompt in prompts), _ROWS_A_PROMPT * len(prompts))
@@ -38,16 +40,14 @@ class PrefillGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         if size not in self._graphs:
-            self._graphs[size] = PrefillGraph(self._hidden_states, self._cache, self._exact, size, self._pool)
-        return self._graphs[size](prompts)
+            self._graphs[size] = PrefillGraph(self._cache, self._exact, size, self._pool)
+        return self._graphs[size](prompts, hidden_states)
 
 
 class PrefillGraph:
     """The model over `size` rows of prompts and of padding, which goes nowhere and sees nothing."""
 
-    def __init__(
-        self, hidden_states: HiddenStates, cache: PagedCache, exact: bool, size: int, pool: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, cache: PagedCache, exact: bool, size: int, pool: tuple[int, int] | None) -> None:
         """pool: of graphs; None: nothing is captured."""
         self.size = size
         self._sequences = size // _ROWS_A_PROMPT + 1  # the last one is the padding
@@ -57,23 +57,24 @@ class PrefillGraph:
         shapes = [(self._sequences, self._table_pages), (self._sequences + 1,), (self._sequences,), (self._tiles, 2)]
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int32, device=cache.device)
-        parts = [part.view(shape) for part, shape in zip(self._ints.split(sizes), shapes, strict=True)]
-        ids, positions, places = self._longs
-        context = PagedChunks(cache, PagedRows(*parts, spans=[]), places, exact)
-        self._forward = lambda: hidden_states(ids, positions, context)
+        parts = zip(self._ints.split(sizes), shapes, strict=True)
+        tables, starts, before, tiles = (part.view(shape) for part, shape in parts)
+        rows = PagedRows(tables, starts, before, tiles, spans=[])
+        self._context = PagedChunks(cache, rows, self._longs[2], exact)
         self._pool = pool
         self._replay: Callable[[], Tensor] | None = None
 
-    def __call__(self, prompts: Sequence[Prompt]) -> Tensor:
+    def __call__(self, prompts: Sequence[Prompt], hidden_states: HiddenStates) -> Tensor:
         """Hidden states [size, H], which the next call overwrites."""
         longs, ints = self.inputs(prompts)
         for target, values in ((self._longs, longs), (self._ints, ints)):
             source = torch.from_numpy(values)
             target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
-        if self._pool is None:
-            return self._forward()
         if self._replay is None:
-            self._replay = captured(self._forward, self._longs.device, self._pool)
+            forward = partial(hidden_states, self._longs[0], self._longs[1], self._context)
+            if self._pool is None:
+                return forward()
+            self._replay = captured(forward, self._longs.device, self._pool)
         return self._replay()
 
     def inputs(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
