@@ -79,7 +79,7 @@ async def measure(engine: NativeEngine, rounds: int) -> dict[tuple[str, bool], l
     run, found = prefills.run, {(case, graphs): [] for case in CASES for graphs in (True, False)}
     for turn in range(rounds + 1):  # the first one compiles and captures
         for graphs in (True, False) if turn % 2 else (False, True):
-            prefills.run = run if graphs else lambda prompts: None
+            prefills.run = run if graphs else lambda *args: None
             for case, work in CASES.items():
                 await engine.reset_prefix_cache()
                 torch.cuda.synchronize()

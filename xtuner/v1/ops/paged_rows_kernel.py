@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _LOW = tl.constexpr(-1.0e30)  # below every score, and finite: a difference of two of them is no NaN
 _LOG2E = 1.4426950408889634
+_MEMORY = 200 << 10
+"""Bytes, of the 227 KiB that a Hopper lets a program have."""
 
 
 def attend_rows(
@@ -26,14 +28,17 @@ def attend_rows(
     from .paged_attention import TILE
 
     num_q, dim, dim_v = q.shape[1], q.shape[2], values.shape[3]
+    block, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    # Of a processor's memory: the queries, and keys and values for each stage.
+    two_fit = (TILE * block + 2 * keys.shape[2] * (block + block_v)) * q.element_size() <= _MEMORY
     q = q.contiguous()
     out = q.new_empty(*q.shape[:2], dim_v)
     _attend_rows[(num_q, len(rows.tiles))](
         q, keys, values, rows.tables, rows.starts, rows.before, rows.tiles, sinks, out, scale * _LOG2E,
         rows.tables.stride(0), keys.stride(0), values.stride(0),
         NUM_Q=num_q, GROUP=num_q // keys.shape[1], ROWS=TILE, PAGE=keys.shape[2], D=dim, DV=dim_v,
-        BLOCK=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(dim_v), WINDOW=window or 0,
-        SINKS=sinks is not None, num_warps=4, num_stages=2,
+        BLOCK=block, BLOCK_V=block_v, WINDOW=window or 0, SINKS=sinks is not None, num_warps=4,
+        num_stages=2 if two_fit else 1,
     )  # fmt: skip
     return out
 

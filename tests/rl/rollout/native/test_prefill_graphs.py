@@ -13,7 +13,7 @@ SIZE = 256
 PROMPTS = {
     "parts of prompts": [(0, 100, 0), (64, 90, 64), (127, 128, 128), (3, 70, 0)],
     "as many rows as there are": [(0, 200, 0), (10, 66, 0)],
-    "as many prompts as there are": [(i, i + 3, 0) for i in range(SIZE // 16)],
+    "as many prompts as there are": [(i, i + 2, 0) for i in range(128)],
     "one row": [(64, 65, 0)],
 }
 

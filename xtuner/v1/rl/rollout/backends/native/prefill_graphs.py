@@ -16,7 +16,7 @@ from .paged_contexts import PagedChunks
 
 _SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of a graph. More take the device longer than the host takes to launch them."""
-_ROWS_A_PROMPT = 16
+_PROMPTS = 128
 HiddenStates = Callable[[Tensor, Tensor, PagedChunks], Tensor]
 """Of ids and positions int64 [T] in a context."""
 
@@ -33,9 +33,9 @@ class PrefillGraphs:
     def run(self, prompts: Sequence[Prompt], hidden_states: HiddenStates) -> Tensor | None:
         """Hidden states [>= T, H] of the T next rows of these prompts, until the next call; None if they are too
         many."""
-        rows = max(sum(prompt.end - prompt.begin for prompt in prompts), _ROWS_A_PROMPT * len(prompts))
+        rows = sum(prompt.end - prompt.begin for prompt in prompts)
         size = next((size for size in _SIZES if size >= rows), None)
-        if size is None:
+        if size is None or len(prompts) > _PROMPTS:
             return None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -50,7 +50,7 @@ class PrefillGraph:
     def __init__(self, cache: PagedCache, exact: bool, size: int, pool: tuple[int, int] | None) -> None:
         """pool: of graphs; None: nothing is captured."""
         self.size = size
-        self._sequences = size // _ROWS_A_PROMPT + 1  # the last one is the padding
+        self._sequences = min(size, _PROMPTS) + 1  # the last one is the padding
         self._table_pages = cache.tables.shape[1]
         self._longs = torch.zeros(3, size, dtype=torch.int64, device=cache.device)
         self._tiles = size // TILE + self._sequences
