@@ -69,6 +69,14 @@ def test_every_bit_arrives_through_two_buffers(tmp_path):
     assert all(torch.equal(server.weights[name], tensor.to(torch.bfloat16)) for name, tensor in sent.items())
 
 
+def test_tensors_and_buckets_without_elements_arrive_too(tmp_path):
+    server, some = Server(tmp_path), {"a": torch.ones(3), "none": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
+    bring(server, [WeightBucket({}), WeightBucket({"empty": torch.zeros(2, 0)}), WeightBucket(some), WeightBucket({})])
+    assert {name: tuple(t.shape) for name, t in server.weights.items()} == {
+        "empty": (2, 0), "a": (3,), "none": (0, 4), "scalar": (),
+    }  # fmt: skip
+
+
 def test_a_server_that_cannot_load_ends_the_update_with_its_words(tmp_path):
     server = Server(tmp_path)
 

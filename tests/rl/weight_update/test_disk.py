@@ -60,6 +60,16 @@ def forget(folder):
     (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
+def forget_a_sum(folder):
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["metadata"]["checksums"].popitem()
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def odd(folder):
+    (folder / INDEX_NAME).write_text("[1]")
+
+
 def unfinished(folder):
     (folder / INDEX_NAME).unlink()
 
@@ -67,7 +77,8 @@ def unfinished(folder):
 @pytest.mark.parametrize(
     "damage, words",
     [(cut, r"bucket-00002.* with model.* is not whole .*weights are missing"), (remove, "bucket-00002.*not whole"),
-     (flip, "do not have the checksums"), (forget, "1 missing"), (unfinished, "no complete update")],
+     (flip, "do not have the checksums"), (forget, "1 missing"), (unfinished, "no complete update"),
+     (forget_a_sum, "no complete update .no checksums of"), (odd, "no complete update")],
 )  # fmt: skip
 def test_damaged_files_are_named_and_the_engine_does_not_serve(tmp_path, folders, new, damage, words):
     engine = started(folders["old"])

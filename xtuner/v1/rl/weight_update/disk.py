@@ -49,12 +49,14 @@ def read_weights(folder: Path, version: int) -> Iterator[WeightBucket]:
 
     try:
         index: dict[str, Any] = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-        metadata, weight_map = index["metadata"], index["weight_map"]
-        came, sums = metadata["version"], metadata["checksums"]
-    except (OSError, ValueError, KeyError) as error:
+        metadata, weight_map = index["metadata"], dict(index["weight_map"])
+        came, sums = metadata["version"], dict(metadata["checksums"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeliveryError(f"{folder} holds no complete update ({error!r}).") from error
     if came != version:
         raise DeliveryError(f"{folder} holds version {came} of the weights where version {version} was due.")
+    if sums and (without := weight_map.keys() - sums.keys()):
+        raise DeliveryError(f"{folder} holds no complete update (no checksums of {some(sorted(without))}).")
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, []).append(name)
