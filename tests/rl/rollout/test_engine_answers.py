@@ -13,7 +13,7 @@ from tests.train.helpers import write_model
 from xtuner.v1.data_proto import SampleParams, WeightBucket
 from xtuner.v1.model.hf import iter_hf_tensors
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
-from xtuner.v1.rl.rollout.backends.server import ServerError
+from xtuner.v1.rl.rollout.backends.server import ServerError, ServerRefused
 from xtuner.v1.rl.rollout.config import RolloutConfig
 from xtuner.v1.rl.rollout.worker import RolloutWorker
 
@@ -28,7 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             said = {"results": [{"folder": json.loads(body)["kwargs"]["folder"]}]}
         with open(rules + ".asked", "ab") as file:
             file.write(body.replace(b"\n", b" ") + b"\n")
-        self.send_response(200)
+        self.send_response(said.pop("status", 200) if isinstance(said, dict) else 200)
         self.end_headers()
         self.wfile.write(said.encode() if isinstance(said, str) else json.dumps(said).encode())
     do_POST = do_GET
@@ -160,6 +160,25 @@ def test_an_update_that_the_server_does_not_own_up_to_is_none(run, model, name):
         assert (await engine.generate(request())).weight_versions == [10, 10]
 
     run(name, scenario)
+
+
+def test_only_what_is_wrong_with_a_request_is_held_against_it(run):
+    """One that is busy, or knows us no more, says nothing of the sample: it is asked again, or somebody else is."""
+
+    async def scenario(engine, rule):
+        for status in (400, 422):
+            rule("/v1/completions", {"status": status, "detail": "x" * 10_000})
+            output = await engine.generate(request())
+            assert output.finish_reason == "error" and f"vllm: HTTP {status}: " in output.error
+            assert len(output.error) < 2100 and output.error.endswith("x…")
+        for status in (401, 404, 408, 429, 503):
+            rule("/v1/completions", {"status": status})
+            with pytest.raises(ServerRefused, match=f"HTTP {status}"):
+                await engine.generate(request())
+        rule("/v1/completions", vllm())
+        assert (await engine.generate(request())).finish_reason == "stop"
+
+    run("vllm", scenario)
 
 
 @pytest.mark.parametrize("name", ["vllm"])

@@ -7,6 +7,8 @@ from typing import Any
 from .base import GenerateOutput
 from .server import ServerError
 
+OF_THE_REQUEST = (400, 413, 422)
+"""HTTP errors that another try would get too."""
 _NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
 """What vLLM says for minus infinity, SGLang something lower; and how far above 0 a log-prob may be."""
 

@@ -28,6 +28,8 @@ _LISTEN_S = 2.0
 """Between two looks whether it still takes connections."""
 _TAIL_LINES, _TAIL_BYTES = 25, 16_384
 _PORTS_TRIED = 100
+_SHOWN = 2000
+"""Characters of an error's text: some servers send the whole request back."""
 _KILL_S = 10.0
 _SOCKET_BYTES = 107
 """What the path of a Unix socket may take."""
@@ -46,7 +48,7 @@ class ServerRefused(ServerError):
     """It answered with an HTTP error."""
 
     def __init__(self, status: int, text: str):
-        super().__init__(f"HTTP {status}: {text}")
+        super().__init__(f"HTTP {status}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
         self.status, self.text = status, text
 
 
