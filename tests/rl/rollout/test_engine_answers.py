@@ -214,6 +214,17 @@ def test_sglang_s_word_for_nan_is_no_stop(run):
     run("sglang", scenario)
 
 
+def test_a_temperature_that_vllm_would_raise_is_refused(run):
+    async def scenario(engine, rule):
+        for temperature in (0.009, 2e-5):
+            output = await engine.generate(request(temperature=temperature))
+            assert output.finish_reason == "error" and "vllm draws at 0.01 at least" in output.error
+        for params in ({"temperature": 0}, {"temperature": 0.01}, {"temperature": 0.005, "top_k": 1}):
+            assert (await engine.generate(request(**params))).finish_reason == "stop"
+
+    run("vllm", scenario)
+
+
 def test_what_sglang_does_in_another_way_is_refused_by_name(run):
     async def scenario(engine, rule):
         for params, words in (

@@ -15,6 +15,7 @@ from .served import CALL_S, ServedEngine
 from .server import ServerError
 
 _ENGINE_SIDE = Path(__file__).with_name("engine_side")
+_LEAST_TEMPERATURE = 0.01
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -88,6 +89,15 @@ class VLLMEngine(ServedEngine):
                 [_best(row, alternatives) for row in choice["logprobs"]["top_logprobs"]] if ids else []
             )
         return checked(output, self.server.name) if p.return_logprob else output
+
+    def objection(self, request: GenerateRequest) -> str | None:
+        p = request.params
+        if not is_greedy(p) and p.temperature < _LEAST_TEMPERATURE:
+            return (
+                f"sample_params.temperature={p.temperature}: vllm draws at {_LEAST_TEMPERATURE} at least, and would "
+                "not say so; raise it, or set 0."
+            )
+        return super().objection(request)
 
     async def abort_all(self) -> None:
         await self.server.manage("/abort_requests", {}, timeout=CALL_S)
