@@ -12,10 +12,12 @@ import pytest
 from tests.train.helpers import write_model
 from xtuner.v1.data_proto import SampleParams, WeightBucket
 from xtuner.v1.model.hf import iter_hf_tensors
+from xtuner.v1.rl.rollout.backends import answer_checks
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
 from xtuner.v1.rl.rollout.backends.server import ServerError, ServerRefused
 from xtuner.v1.rl.rollout.config import RolloutConfig
 from xtuner.v1.rl.rollout.worker import RolloutWorker
+from xtuner.v1.utils import get_logger
 
 PROGRAM = r"""
 import http.server, json, sys
@@ -160,6 +162,25 @@ def test_an_update_that_the_server_does_not_own_up_to_is_none(run, model, name):
         assert (await engine.generate(request())).weight_versions == [10, 10]
 
     run(name, scenario)
+
+
+def test_responses_that_end_before_their_length_are_told_of_once(run, caplog, monkeypatch):
+    """By a server whose cache holds less than the context: it lowers what was asked for, and does not say so."""
+    monkeypatch.setattr(answer_checks, "_TOLD", set())
+    monkeypatch.setattr(get_logger(), "propagate", True)
+
+    async def scenario(engine, rule):
+        rule("/generate", sglang((7, 8, 9, 9), (-1.0,) * 4, type="length"))
+        await engine.generate(request())
+        assert "cuts responses short" not in caplog.text
+        rule("/generate", sglang(type="length"))
+        assert (await engine.generate(request())).finish_reason == "length"
+        await engine.generate(request())
+        said = {id(record): record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+        (text,) = said.values()
+        assert "cuts responses short: one ended after 2 tokens of 4. Its cache does not hold" in text
+
+    run("sglang", scenario)
 
 
 def test_only_what_is_wrong_with_a_request_is_held_against_it(run):

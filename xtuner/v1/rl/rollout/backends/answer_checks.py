@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from xtuner.v1.utils import get_logger
+
 from .base import GenerateOutput
 from .server import ServerError
 
@@ -11,6 +13,8 @@ OF_THE_REQUEST = (400, 413, 422)
 """HTTP errors that another try would get too."""
 _NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
 """What vLLM says for minus infinity, SGLang something lower; and how far above 0 a log-prob may be."""
+_TOLD: set[str] = set()
+"""Servers of which something was said that is said once."""
 
 
 @contextmanager
@@ -36,6 +40,16 @@ def check_ids(output: GenerateOutput, vocabulary: int, engine: str) -> None:
     """An error if they cannot be tokens of the model: servers hand on what a sampler makes of logits that are NaN."""
     if odd := [i for i in output.token_ids if type(i) is not int or not 0 <= i < vocabulary]:
         raise ServerError(f"{engine}: {odd[0]!r} is no token of the vocabulary of {vocabulary}.")
+
+
+def tell_if_short(output: GenerateOutput, wanted: int, server: str) -> None:
+    """SGLang and LMDeploy cut responses without a word where no sequence of the whole context fits their cache."""
+    if output.finish_reason == "length" and len(output.token_ids) < wanted and server not in _TOLD:
+        _TOLD.add(server)
+        get_logger().warning(
+            f"{server} cuts responses short: one ended after {len(output.token_ids)} tokens of {wanted}. Its cache "
+            "does not hold a sequence of rollout_config.context_length; lower that, or raise gpu_memory_utilization."
+        )
 
 
 def said(answer: Any, name: str, server: str) -> Any:

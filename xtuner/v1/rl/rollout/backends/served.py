@@ -15,7 +15,7 @@ from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.rl.weight_update import EngineDownError, EngineLostError, Inventory, WeightUpdateError
 from xtuner.v1.utils import get_logger
 
-from .answer_checks import OF_THE_REQUEST, check_ids, readable
+from .answer_checks import OF_THE_REQUEST, check_ids, readable, tell_if_short
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
 from .native.requests import read_eos_ids
@@ -301,6 +301,7 @@ class ServedEngine(ABC):
             with readable(self.server.name):
                 output = await self.ask(request)
                 check_ids(output, self._model_config.vocab_size, self.server.name)
+                tell_if_short(output, self.max_tokens(request), self.server.name)
         except ServerRefused as refusal:
             if refusal.status in OF_THE_REQUEST:
                 return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal}")
