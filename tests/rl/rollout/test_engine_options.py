@@ -146,7 +146,7 @@ def test_values_arrive_as_they_are():
         ("vllm", "env", {"VLLM_API_KEY": "x"}, "VLLM_API_KEY: set api_key"),
         ("sglang", "env", {"SGLANG_RETURN_ORIGINAL_LOGPROB": 1}, "SGLANG_RETURN_ORIGINAL_LOGPROB: log-probs"),
         ("vllm", "env", {"A=B": "1"}, "'A=B' is not the name of a variable"),
-        ("vllm", "env", {"A": None}, "A must be a text or a number, not None"),
+        ("vllm", "env", {"A": None}, "A must be a text or a number, not a NoneType"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(resolved, backend, key, value, words):

@@ -280,7 +280,7 @@ def _variable_problems(where: str, value: Any) -> list[str]:
         elif name in _RESERVED_VARIABLES:
             problems.append(f"{where}: {name}: {_RESERVED_VARIABLES[name]}")
         elif not isinstance(text, str | int | float | Path) or "\0" in str(text):
-            problems.append(f"{where}: {name} must be a text or a number, not {text!r}")
+            problems.append(f"{where}: {name} must be a text or a number, not a {type(text).__name__}")
     return problems
 
 
