@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 
 import pytest
 import torch
@@ -87,6 +88,17 @@ def test_damaged_files_are_named_and_the_engine_does_not_serve(tmp_path, folders
     with pytest.raises(WeightUpdateError, match=words):
         take(engine, tmp_path / "update", 6)
     assert engine.version == 0 and "not complete" in serves(engine)
+
+
+def test_a_full_disk_is_named_and_left_as_it_was(tmp_path, new):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(DeliveryError, match=f"version 6 of .* cannot be written to {tmp_path}/update .*File too"):
+            write_weights(grouped(new), tmp_path / "update", 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_old_folder_is_not_taken_for_a_new_one(tmp_path, new):

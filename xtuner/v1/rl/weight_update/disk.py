@@ -20,9 +20,21 @@ def write_weights(buckets: Iterable[WeightBucket], folder: Path, version: int) -
     """Write an update into a new folder, one safetensors file a bucket; it has its name when it is complete.
 
     The index is Hugging Face's, so other readers of weights need only the model's config.json beside it.
+
+    Raises:
+        DeliveryError: the file system has no room or refuses; nothing is left there.
     """
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
+    try:
+        _write(buckets, part, version)
+        part.rename(folder)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise DeliveryError(f"version {version} of the weights cannot be written to {folder} ({error}).") from error
+
+
+def _write(buckets: Iterable[WeightBucket], part: Path, version: int) -> None:
     part.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     checksums: dict[str, int] = {}
@@ -36,7 +48,6 @@ def write_weights(buckets: Iterable[WeightBucket], folder: Path, version: int) -
             checksums |= dict(zip(bucket.tensors, bucket.checksums.tolist(), strict=True))
     metadata = {"total_size": num_bytes, "version": version, "checksums": checksums}
     write_json(part / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
-    part.rename(folder)
 
 
 def read_weights(folder: Path, version: int) -> Iterator[WeightBucket]:
