@@ -133,6 +133,8 @@ def test_values_arrive_as_they_are():
     [
         ("vllm", "ssl_keyfile", "/k", "it is on loopback"),
         ("vllm", "pipeline_parallel_size", 2, "an engine has one GPU"),
+        ("vllm", "device_memory_utilization", 0.3, "set gpu_memory_utilization"),
+        ("vllm", "long_prefill_token_threshold", 9, "set enable_chunked_prefill and chunked_prefill_size"),
         ("vllm", "override_generation_config", {"temperature": 0.5}, "requests say all of it"),
         ("sglang", "preferred_sampling_params", '{"top_p": 0.5}', "requests say all of it"),
         ("sglang", "custom_weight_loader", "a.b", "ours takes the weights"),

@@ -91,6 +91,8 @@ _RESERVED = {
     "ep": "set expert_parallel_size", "enable_expert_parallel": "set expert_parallel_size",
     "enable_sleep_mode": "a run sleeps with it", "enable_memory_saver": "a run sleeps with it",
     "quantization": "set enable_float8", "config": "name its arguments one by one",
+    "device_memory_utilization": "set gpu_memory_utilization",
+    "long_prefill_token_threshold": "set enable_chunked_prefill and chunked_prefill_size",
     "pipeline_parallel_size": "an engine has one GPU", "pp_size": "an engine has one GPU",
     "nnodes": "an engine has one GPU", "ssl_keyfile": "it is on loopback", "ssl_certfile": "it is on loopback",
     "admin_api_key": "set api_key", "custom_weight_loader": "ours takes the weights",
