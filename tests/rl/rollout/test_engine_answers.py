@@ -151,9 +151,10 @@ def test_an_update_that_the_server_does_not_own_up_to_is_none(run, model, name):
         await engine.update_weights([WeightBucket(dict(iter_hf_tensors(model)))], version)
 
     async def scenario(engine, rule):
-        for bad in ("", "ok", [], {"success": "yes"}, {"results": [None]}, {"results": [{"folder": "/another"}]}):
+        another = {"results": [{"folder": "/another"}]}
+        for bad in ("", "ok", [], {"success": "yes"}, {"results": [None]}, another, {"status": 307}):
             rule(UPDATE[name], bad)
-            with pytest.raises(ServerError, match="gave an answer without|did not take|does not say that it took"):
+            with pytest.raises(ServerError, match="an answer without|did not take|does not say that it took|HTTP 307"):
                 await update(engine, 9)
             output = await engine.generate(request())
             assert engine.version == 0 and "update of its weights is not complete" in output.error
@@ -192,7 +193,7 @@ def test_only_what_is_wrong_with_a_request_is_held_against_it(run):
             output = await engine.generate(request())
             assert output.finish_reason == "error" and f"vllm: HTTP {status}: " in output.error
             assert len(output.error) < 2100 and output.error.endswith("x…")
-        for status in (401, 404, 408, 429, 503):
+        for status in (307, 401, 404, 408, 429, 503):
             rule("/v1/completions", {"status": status})
             with pytest.raises(ServerRefused, match=f"HTTP {status}"):
                 await engine.generate(request())

@@ -194,7 +194,7 @@ class EngineServer:
 
         Raises:
             ServerDied: the server is gone.
-            ServerRefused: it answered with an error.
+            ServerRefused: it answered with another status than success.
             ServerError: the connection broke, or no answer came within `timeout` seconds.
         """
         if not self.alive:
@@ -208,7 +208,7 @@ class EngineServer:
             if await self.dies():
                 raise self._death("died") from error
             raise ServerError(f"{self.name}: {path} broke off ({type(error).__name__}: {error}).") from error
-        if answer.is_error:
+        if not answer.is_success:  # who sends us elsewhere has done nothing
             raise ServerRefused(answer.status_code, answer.text)
         try:
             return answer.json()
