@@ -139,6 +139,9 @@ def test_text_under_secret_names_is_hidden():
         "rollout": {"api_key": ["(hidden)", "(hidden)"], "eos_token": 3, "password": None},
         "max_tokens": 8, "hf_token": "(hidden)",
     }  # fmt: skip
+    assert without_secrets({"vllm_hf-token": "t", "max-token-ids": "5"}) == {
+        "vllm_hf-token": "(hidden)", "max-token-ids": "5",
+    }  # fmt: skip
 
 
 class TestMetricWriter:

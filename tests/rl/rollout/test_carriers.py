@@ -1,16 +1,21 @@
 """Weights on their way to a server's process: the real protocol, with a thread in place of the process."""
 
 import asyncio
+import base64
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.engines.host_window import HostWindow
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier, MemoryCarrier, carrier_for
 from xtuner.v1.rl.rollout.backends.engine_side.xtuner_vllm import _loads_in_place
 from xtuner.v1.rl.rollout.backends.engine_side.xtuner_weights import BrokenUpdateError, take_update
+from xtuner.v1.rl.rollout.backends.lmdeploy_weights import BucketCarrier
+from xtuner.v1.rl.rollout.backends.server import ServerRefused
 from xtuner.v1.rl.weight_update import WeightUpdateError
 
 CPU = torch.device("cpu")
@@ -69,6 +74,14 @@ def test_every_bit_arrives_through_two_buffers(tmp_path):
     assert all(torch.equal(server.weights[name], tensor.to(torch.bfloat16)) for name, tensor in sent.items())
 
 
+def test_tensors_and_buckets_without_elements_arrive_too(tmp_path):
+    server, some = Server(tmp_path), {"a": torch.ones(3), "none": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
+    bring(server, [WeightBucket({}), WeightBucket({"empty": torch.zeros(2, 0)}), WeightBucket(some), WeightBucket({})])
+    assert {name: tuple(t.shape) for name, t in server.weights.items()} == {
+        "empty": (2, 0), "a": (3,), "none": (0, 4), "scalar": (),
+    }  # fmt: skip
+
+
 def test_a_server_that_cannot_load_ends_the_update_with_its_words(tmp_path):
     server = Server(tmp_path)
 
@@ -96,6 +109,50 @@ def test_an_update_that_breaks_off_ends_for_the_loader_as_a_whole_one_and_is_an_
     assert "the update broke off: the sender broke down" in str(server.ends[1])
     bring(server, one_each(weights()))
     assert len(server.weights) == 7
+
+
+class Buckets:
+    """Takes buckets as LMDeploy does, which remembers the memory until another is named."""
+
+    def __init__(self):
+        self.weights, self.ends, self.server = {}, 0, self
+
+    async def ready_for_weights(self): ...
+
+    async def has_weights(self):
+        self.ends += 1
+
+    def last_lines(self):
+        return "the last lines"
+
+    async def manage(self, path, body, timeout):
+        message = ForkingPickler.loads(base64.b64decode(body["serialized_named_tensors"]))
+        if "flattened_tensor" in message:
+            rebuild, args = message["flattened_tensor"]
+            self.flat = rebuild(*args[:6], "the device")
+        for entry in message["metadata"]:
+            if entry.name == "unheard of":
+                raise ServerRefused(500, "KeyError")
+            self.weights[entry.name] = self.flat[entry.start_idx : entry.end_idx].view(entry.shape).clone()
+
+
+def test_lmdeploy_gets_tensors_of_all_types_and_sizes():
+    engine = Buckets()
+    sent = weights() | {"none": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "large": torch.randn(700)}
+    buckets = [WeightBucket(sent | {"empty": torch.zeros(2, 0)}), WeightBucket({}), WeightBucket({"e": torch.zeros(0)})]
+    large = {"twice": torch.arange(3000.0), "half": torch.arange(5).half()}
+    asyncio.run(BucketCarrier(engine, HostWindow).bring([*buckets, WeightBucket(large)], 3))
+    assert engine.ends == 1 and engine.weights.keys() == sent.keys() | large.keys() | {"empty", "e"}
+    for name, tensor in (sent | large).items():
+        assert engine.weights[name].dtype == tensor.dtype and torch.equal(engine.weights[name], tensor), name
+
+
+def test_an_update_that_lmdeploy_refuses_in_the_middle_has_not_ended():
+    engine = Buckets()
+    carrier = BucketCarrier(engine, HostWindow)
+    with pytest.raises(WeightUpdateError, match="did not reach the engine: HTTP 500: KeyError the last lines"):
+        asyncio.run(carrier.bring(one_each({"a": torch.ones(3), "unheard of": torch.ones(3), "b": torch.ones(3)}), 3))
+    assert engine.ends == 0 and "b" not in engine.weights and not carrier.can_repeat()
 
 
 def test_a_server_that_does_not_ask_for_the_weights_has_not_taken_them(tmp_path):

@@ -205,6 +205,25 @@ def test_a_start_that_fails_or_takes_too_long_ends_with_the_last_lines(tmp_path)
     asyncio.run(server.stop())
 
 
+def test_a_start_that_cannot_begin_leaves_neither_folder_nor_claim(tmp_path, monkeypatch):
+    """Nobody is there yet who would remove them later."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server, first = make(tmp_path), claim_port(27300)
+    free = first.getsockname()
+    first.close()
+
+    def fails(_):
+        raise ValueError("no room for the cache")
+
+    for command, words in ((fails, "no room for the cache"), (lambda port: ["a\0b"], "null byte")):
+        with pytest.raises(ValueError, match=words):
+            asyncio.run(server.start(command, lambda key: os.environ, 30))
+        assert server.home is None and not list(tmp_path.glob("xtuner-engine-*"))
+        again = claim_port(27300)
+        assert again.getsockname() == free
+        again.close()
+
+
 def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
     driver = start_driver(
         tmp_path,

@@ -285,7 +285,7 @@ def test_options_become_arguments():
         "vllm_size": 4, "vllm_names": ["a", "b"], "vllm_more": {"x": 1},
     }  # fmt: skip
     options = engine_options(RolloutConfig(model_path="m", extra_rollout_config=given), "vllm")
-    assert options.argv() == ["--some-flag", "--size", "4", "--names", "a", "b", "--more", '{"x": 1}']
+    assert options.argv() == ["--some-flag", "--no-off", "--size", "4", "--names", "a", "b", "--more", '{"x": 1}']
     assert options.env == {"A": "1"}
 
 

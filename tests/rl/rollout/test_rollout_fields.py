@@ -27,7 +27,7 @@ VALUES: dict[str, Any] = {
     "weight_update_host": "host", "weight_update_port": 31001, "checkpoint_name_prefix": "mine",
     "checkpoint_engine_timeout": 9.0, "checkpoint_engine_sync_after_register": False,
     "rollout_max_batch_size_per_instance": 3, "allow_over_concurrency_ratio": 2.0, "tensor_parallel_size": 2,
-    "data_parallel_size": 2, "expert_parallel_size": 2, "enable_chunked_prefill": True, "chunked_prefill_size": 2048,
+    "data_parallel_size": 2, "expert_parallel_size": 2, "enable_chunked_prefill": True, "chunked_prefill_size": 16,
     "skip_load_weights": True, "enable_return_routed_experts": True, "launch_server_method": "multiprocessing",
     "rollout_timeout": 77.0, "session_server_timeout": 78.0, "context_length": 31, "enable_float8": True,
     "extra_rollout_config": OF_THE_ENGINE, "max_retry_per_worker": 5, "max_prefill_token_num": 333,
@@ -36,7 +36,10 @@ VALUES: dict[str, Any] = {
     "health_check_interval_seconds": 11.0, "health_check_timeout_seconds": 12.0, "health_check_failure_threshold": 7,
     "enable_proxy": True, "routed_proxy_url": "http://a", "routed_proxy_admin_url": "http://b",
 }  # fmt: skip
-WITH = {"data_parallel_size": {"tensor_parallel_size": 2}, "chunked_prefill_size": {"enable_chunked_prefill": True}}
+WITH = {
+    "data_parallel_size": {"tensor_parallel_size": 2}, "chunked_prefill_size": {"enable_chunked_prefill": True},
+    "max_prefill_token_num": {"rollout_max_batch_size_per_instance": 4},
+}  # fmt: skip
 """What a field has no meaning without."""
 ALWAYS = {"native": {"enable_chunked_prefill", "enable_prefix_caching"}}
 """What an engine does anyway."""

@@ -15,6 +15,7 @@ from xtuner.v1.model.hf import iter_hf_tensors
 from xtuner.v1.ops.bit_sums import bit_sums
 from xtuner.v1.rl.weight_update import (
     DeliveryError,
+    Inventory,
     Line,
     WeightUpdateError,
     receive_weights,
@@ -164,6 +165,13 @@ def test_a_type_that_the_engine_cannot_hold_is_refused(folders, new):
     assert "float16" in receiver and "rollout_config.dtype" in receiver and receiver.partition(": ")[2] in sender
 
 
+@pytest.mark.parametrize("sent", [torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_what_is_no_float_of_a_trainer_is_not_cast_into_one(new, sent):
+    """Quantized values without their scales, say."""
+    with pytest.raises(WeightUpdateError, match=f"{NAME} comes in {sent}, which the engine's torch.float32 cannot"):
+        Inventory({NAME: new[NAME]}).take(WeightBucket({NAME: new[NAME].to(sent)}))
+
+
 def test_checksums_of_what_the_engine_rounds_away_are_refused_with_the_way_out(folders, new):
     engine = started(folders["old"], dtype=torch.bfloat16)
     assert deliver(engine, grouped(new), 4) == (None, None) and equal(engine, new, torch.bfloat16)
@@ -218,6 +226,19 @@ def test_nothing_waits_for_ever(engine, new):
     with pytest.raises(WeightUpdateError, match="nothing came for 0.3 s after begin.*weights are missing"):
         asyncio.run(receive_weights(engine, receiver, CPU))
     assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    "said", ["hello", "[1]", '{"kind": "taken"}', '{"kind": "taken", "update": "x"}', '{"kind": "done", "update": "x"}']
+)
+def test_an_update_ends_with_an_error_whatever_the_receiver_says(new, monkeypatch, said):
+    sender, receiver = Line.pair(2.0)
+    monkeypatch.setattr("secrets.token_hex", lambda n: "x")
+    receiver._socket.sendall(len(said).to_bytes(8, "little") + said.encode())
+    buckets = grouped(new)
+    with pytest.raises(WeightUpdateError, match="version 4 of the weights did not reach the engine"):
+        send_weights(buckets, sender, 4, "host", CPU)
+    assert next(buckets, None) is None  # other ranks may wait for this one to gather the rest
 
 
 def test_who_gave_up_and_went_is_quoted():

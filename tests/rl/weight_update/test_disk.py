@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def forget(folder):
     (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
+def forget_a_sum(folder):
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["metadata"]["checksums"].popitem()
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def odd(folder):
+    (folder / INDEX_NAME).write_text("[1]")
+
+
 def unfinished(folder):
     (folder / INDEX_NAME).unlink()
 
@@ -67,7 +78,8 @@ def unfinished(folder):
 @pytest.mark.parametrize(
     "damage, words",
     [(cut, r"bucket-00002.* with model.* is not whole .*weights are missing"), (remove, "bucket-00002.*not whole"),
-     (flip, "do not have the checksums"), (forget, "1 missing"), (unfinished, "no complete update")],
+     (flip, "do not have the checksums"), (forget, "1 missing"), (unfinished, "no complete update"),
+     (forget_a_sum, "no complete update .no checksums of"), (odd, "no complete update")],
 )  # fmt: skip
 def test_damaged_files_are_named_and_the_engine_does_not_serve(tmp_path, folders, new, damage, words):
     engine = started(folders["old"])
@@ -76,6 +88,17 @@ def test_damaged_files_are_named_and_the_engine_does_not_serve(tmp_path, folders
     with pytest.raises(WeightUpdateError, match=words):
         take(engine, tmp_path / "update", 6)
     assert engine.version == 0 and "not complete" in serves(engine)
+
+
+def test_a_full_disk_is_named_and_left_as_it_was(tmp_path, new):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(DeliveryError, match=f"version 6 of .* cannot be written to {tmp_path}/update .*File too"):
+            write_weights(grouped(new), tmp_path / "update", 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_old_folder_is_not_taken_for_a_new_one(tmp_path, new):

@@ -18,7 +18,7 @@ META_FILE = ".xtuner_rl_colocate_trainer"
 _ENV_PREFIXES = ("XTUNER_", "CUDA_", "NCCL_", "OMP_", "MKL_", "RAY_", "PYTORCH_", "TORCH_", "SLURM_")
 _ENV_NAMES = {"WORLD_SIZE", "RANK", "NODE_COUNT", "NODE_RANK", "WORK_DIR", "MODEL_PATH", "DATA_PATH", "EVAL_DATA_PATH"}
 _SECRET_MARKS = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
-_SECRET_FIELD = re.compile(r"(^|_)(api_?key|secret|password|token|credential|authorization)s?$", re.IGNORECASE)
+_SECRET_FIELD = re.compile(r"(^|[_-])(api[_-]?key|secret|password|token|credential|authorization)s?$", re.IGNORECASE)
 _RUN_NAME = re.compile(r"\d{14}(?:-\d+)?")
 
 

@@ -14,9 +14,11 @@ from xtuner.v1.utils import get_logger
 from .backends.options import (
     device_problem,
     engine_problem,
+    engine_python,
     no_effect_in,
     not_in,
     option_problems,
+    size_problems,
 )
 
 if TYPE_CHECKING:
@@ -203,7 +205,11 @@ class RolloutConfig(XTunerConfig):
     def resolve_backend(self) -> Backend:
         """The engine to use: `backend`, else the environment, else native. Raises if it cannot be used."""
         wanted = {name: f"XTUNER_USE_{name.upper()}" for name in BACKENDS}
-        chosen = [name for name in BACKENDS if os.environ.get(wanted[name]) == "1"]
+        said = {name: os.environ.get(wanted[name], "").strip() for name in BACKENDS}
+        odd = [f"{wanted[name]}={text!r}" for name, text in said.items() if text not in ("", "0", "1")]
+        if self.backend is None and odd:
+            raise ValueError(f"{' and '.join(odd)}: 1 chooses this engine, 0 does not; set one of them, or unset it.")
+        chosen = [name for name in BACKENDS if said[name] == "1"]
         if self.backend is None and len(chosen) > 1:
             raise ValueError(
                 f"{' and '.join(f'{wanted[name]}=1' for name in chosen)} are set; leave one, or set "
@@ -256,7 +262,11 @@ class RolloutConfig(XTunerConfig):
             1024 if context <= 4096 else 512 if context <= 8192 else 128
         )
         filled = {"backend": backend, "context_length": context, "rollout_max_batch_size_per_instance": batch}
-        return self.model_copy(update=filled)
+        if (python := f"{backend}_python") in self.extra_rollout_config:  # a worker may be in another folder
+            filled["extra_rollout_config"] = self.extra_rollout_config | {python: engine_python(self, backend)}
+        resolved = self.model_copy(update=filled)
+        _refuse(backend, size_problems(resolved, backend))
+        return resolved
 
     def _check_heads(self) -> None:
         if self.tensor_parallel_size == 1:
@@ -294,10 +304,7 @@ class RolloutConfig(XTunerConfig):
             refused += option_problems(self, backend)
         elif self.weight_transport_type not in (None, "ipc"):
             refused.append(f"weight_transport_type={self.weight_transport_type!r} (weights stay in the process)")
-        if refused:
-            raise ValueError(
-                f"rollout_config: the {backend} engine cannot honour {'; '.join(refused)}. Remove or mend these."
-            )
+        _refuse(backend, refused)
 
     def build(self, launcher: "Launcher", tokenizer: Any, seed: int, device: str) -> "RolloutController":
         """One engine every `tensor_parallel_size` ranks, not started yet. `seed` is the run's; `device` is "cuda" or
@@ -318,7 +325,9 @@ class RolloutConfig(XTunerConfig):
         address = launcher.rendezvous() if config.tensor_parallel_size > 1 else None
         without_effect = _NO_EFFECT_IN_NATIVE if config.backend == "native" else no_effect_in(str(config.backend))
         without_effect += _OF_A_GPU if device == "cpu" else _OF_A_CPU
-        if idle := [name for name in without_effect if self._changed(name)]:
+        if not config.enable_chunked_prefill:
+            without_effect += ("chunked_prefill_size",)
+        if idle := [name for name in dict.fromkeys(without_effect) if self._changed(name)]:
             where = f"the {config.backend} engine on {device}"
             get_logger().info(f"rollout_config: no effect with {where}: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(ranks)]
@@ -327,3 +336,10 @@ class RolloutConfig(XTunerConfig):
             for rank, name in enumerate(names)
         ]
         return RolloutController(config, handles, names, tokenizer, seed)
+
+
+def _refuse(backend: str, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(
+            f"rollout_config: the {backend} engine cannot honour {'; '.join(problems)}. Remove or mend these."
+        )

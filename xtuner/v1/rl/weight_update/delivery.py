@@ -70,8 +70,8 @@ def send_weights(
         for index in range(max(0, count - _SLOTS), count):
             _expect_index(line, "taken", index)
         done, _ = line.receive("done")
-        if done["version"] != version:
-            raise DeliveryError(f"the receiver says that it has version {done['version']} now.")
+        if done.get("version") != version:
+            raise DeliveryError(f"the receiver says that it has version {done.get('version')} now.")
     except DeliveryError as error:
         exhaust(iterator)
         raise WeightUpdateError(f"version {version} of the weights did not reach the engine: {error}") from error
@@ -86,8 +86,8 @@ def send_weights(
 
 def _expect_index(line: Line, kind: str, index: int) -> None:
     message, _ = line.receive(kind)
-    if message["index"] != index:
-        raise DeliveryError(f"{kind} {message['index']} came where {kind} {index} was due.")
+    if message.get("index") != index:
+        raise DeliveryError(f"{kind} {message.get('index')} came where {kind} {index} was due.")
 
 
 def _room(

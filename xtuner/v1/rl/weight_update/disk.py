@@ -20,9 +20,21 @@ def write_weights(buckets: Iterable[WeightBucket], folder: Path, version: int) -
     """Write an update into a new folder, one safetensors file a bucket; it has its name when it is complete.
 
     The index is Hugging Face's, so other readers of weights need only the model's config.json beside it.
+
+    Raises:
+        DeliveryError: the file system has no room or refuses; nothing is left there.
     """
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
+    try:
+        _write(buckets, part, version)
+        part.rename(folder)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise DeliveryError(f"version {version} of the weights cannot be written to {folder} ({error}).") from error
+
+
+def _write(buckets: Iterable[WeightBucket], part: Path, version: int) -> None:
     part.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     checksums: dict[str, int] = {}
@@ -36,7 +48,6 @@ def write_weights(buckets: Iterable[WeightBucket], folder: Path, version: int) -
             checksums |= dict(zip(bucket.tensors, bucket.checksums.tolist(), strict=True))
     metadata = {"total_size": num_bytes, "version": version, "checksums": checksums}
     write_json(part / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
-    part.rename(folder)
 
 
 def read_weights(folder: Path, version: int) -> Iterator[WeightBucket]:
@@ -49,12 +60,14 @@ def read_weights(folder: Path, version: int) -> Iterator[WeightBucket]:
 
     try:
         index: dict[str, Any] = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-        metadata, weight_map = index["metadata"], index["weight_map"]
-        came, sums = metadata["version"], metadata["checksums"]
-    except (OSError, ValueError, KeyError) as error:
+        metadata, weight_map = index["metadata"], dict(index["weight_map"])
+        came, sums = metadata["version"], dict(metadata["checksums"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeliveryError(f"{folder} holds no complete update ({error!r}).") from error
     if came != version:
         raise DeliveryError(f"{folder} holds version {came} of the weights where version {version} was due.")
+    if sums and (without := weight_map.keys() - sums.keys()):
+        raise DeliveryError(f"{folder} holds no complete update (no checksums of {some(sorted(without))}).")
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, []).append(name)

@@ -41,13 +41,14 @@ class Place:
 
 
 def lay_out(bucket: WeightBucket) -> tuple[list[Place], int]:
-    """Places of the bucket's tensors in the type that they count in, and the bytes that all need."""
+    """Places of the bucket's tensors in the type that they count in, and the bytes that all need; some if they are all
+    empty, since of no memory at all nothing can be shared."""
     places, end = [], 0
     for name, tensor in bucket.tensors.items():
         place = Place(name, bucket.dtype or tensor.dtype, tuple(tensor.shape), end)
         places.append(place)
         end += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return places, end
+    return places, max(end, _ALIGNMENT)
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ from torch import Tensor
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.ops.bit_sums import bit_sums
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
 
 class WeightUpdateError(RuntimeError):
     """An update did not bring every weight exactly once, or not its values. The model holds a mixture and must not
@@ -116,7 +118,7 @@ class Inventory:
 def _check_type(name: str, sent: torch.dtype, wanted: torch.dtype) -> None:
     """An engine may compute in less than the trainer's float32, or keep the trainer's values in more; anything else
     is a cast that nobody asked for."""
-    if sent != wanted and torch.float32 not in (sent, wanted):
+    if sent != wanted and (torch.float32 not in (sent, wanted) or not {sent, wanted} <= _FLOATS):
         raise WeightUpdateError(
             f"{name} comes in {sent}, which the engine's {wanted} cannot hold. Let fsdp_cfg.param_dtype and "
             "rollout_config.dtype agree."

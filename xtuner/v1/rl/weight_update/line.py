@@ -102,7 +102,13 @@ class Line:
         size = int.from_bytes(self._read(_HEADER, deadline, files), "little")
         if size > _MAX_BYTES:
             raise DeliveryError(f"a message of {size} bytes was announced {self._said}: not one of ours.")
-        message: dict[str, Any] = json.loads(self._read(size, deadline, files))
+        body = self._read(size, deadline, files)
+        try:
+            message = json.loads(body)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or not {"kind", "update"} <= message.keys():
+            raise DeliveryError(f"{body!r:.80} came {self._said}: not one of our messages.")
         return message
 
     def refuse(self, why: str) -> None:

@@ -9,11 +9,12 @@ import torch
 from xtuner.v1.data_proto import FinishReason
 from xtuner.v1.utils import get_logger
 
+from .answer_checks import checked
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
 from .lmdeploy_weights import BucketCarrier
 from .request_checks import is_greedy
-from .served import CALL_S, ServedEngine, checked
+from .served import CALL_S, ServedEngine
 
 if TYPE_CHECKING:
     from ..config import RolloutConfig

@@ -4,8 +4,10 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,7 @@ def no_effect_in(engine: str) -> tuple[str, ...]:
 _OWN = ("python", "env")
 """Options that are for us: the engine's interpreter, and variables for its process."""
 _ARGUMENT = re.compile(r"[A-Za-z][\w.-]*")
+_KEY = re.compile(r"[!-~]+")
 _RESERVED = {
     "host": "it is on loopback", "port": "set dist_port_base", "api_key": "set api_key",
     "model": "set model_path", "model_path": "set model_path", "tokenizer": "set tokenizer_path",
@@ -88,6 +91,13 @@ _RESERVED = {
     "ep": "set expert_parallel_size", "enable_expert_parallel": "set expert_parallel_size",
     "enable_sleep_mode": "a run sleeps with it", "enable_memory_saver": "a run sleeps with it",
     "quantization": "set enable_float8", "config": "name its arguments one by one",
+    "device_memory_utilization": "set gpu_memory_utilization",
+    "long_prefill_token_threshold": "set enable_chunked_prefill and chunked_prefill_size",
+    "pipeline_parallel_size": "an engine has one GPU", "pp_size": "an engine has one GPU",
+    "nnodes": "an engine has one GPU", "ssl_keyfile": "it is on loopback", "ssl_certfile": "it is on loopback",
+    "admin_api_key": "set api_key", "custom_weight_loader": "ours takes the weights",
+    "weight_version": "it is the update's", "generation_config": "requests say all of it",
+    "override_generation_config": "requests say all of it", "preferred_sampling_params": "requests say all of it",
 }  # fmt: skip
 """Arguments that a field of RolloutConfig stands for, or that must be as they are."""
 _RESERVED_IN_LMDEPLOY = {
@@ -96,9 +106,25 @@ _RESERVED_IN_LMDEPLOY = {
     "max_batch_size": "set rollout_max_batch_size_per_instance", "model_name": "set model_name",
     "cache_max_entry_count": "set gpu_memory_utilization", "num_gpu_blocks": "set gpu_memory_utilization",
     "max_prefill_token_num": "set max_prefill_token_num", "hf_overrides": "set fp32_lm_head",
-    "distributed_executor_backend": "only Ray's takes weights", "generation_config": "requests say all of it",
-    "empty_init": "set skip_load_weights",
+    "distributed_executor_backend": "only Ray's takes weights", "empty_init": "set skip_load_weights",
+    "ssl": "it is on loopback",
 }  # fmt: skip
+_RESERVED_VARIABLES = {
+    "TMPDIR": "a server has a temporary folder of its own", "VLLM_API_KEY": "set api_key",
+    "XTUNER_ENGINE_KEY": "set api_key", "VLLM_SERVER_DEV_MODE": "weights come by its routes",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probs are as training needs them",
+    "SGLANG_USE_CPU_ENGINE": "it is the run's device",
+}  # fmt: skip
+_FLAGS_ALONE = (
+    "aggregate_engine_logging", "data_parallel_multi_port_external_lb", "disable_log_stats", "grpc", "headless",
+)  # fmt: skip
+"""vLLM's flags that have no --no- form; all others of it have one."""
+_WITH_NEGATION = (
+    "dcp_replicate_q_proj", "dllm_fdfo", "enable_decoder_swa_bounded_replay", "enable_dsa_fused_indexer",
+    "enable_fused_qk_norm_rope", "enable_tf32_matmul", "enable_tp_lm_head_all_to_all", "experts_shared_outer_loras",
+    "lora_strict_loading", "mm_enable_dp_encoder", "ple_offload_embedding", "speculative_enable_w4a4_mxfp4_megamoe",
+)  # fmt: skip
+"""SGLang's flags that have one; all others of it are off unless they are given."""
 
 
 def _reserved(engine: str, argument: str) -> str | None:
@@ -115,35 +141,62 @@ def _reserved(engine: str, argument: str) -> str | None:
 class EngineOptions:
     """What `extra_rollout_config` says to one engine."""
 
+    engine: str
     arguments: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 
     def argv(self) -> list[str]:
-        """`some_flag=True` as --some-flag, False and None as nothing, lists as several words, mappings as JSON."""
+        """`some_flag=True` as --some-flag, False as --no-some-flag where the engine has that and else as nothing, None
+        as nothing, lists as several words, mappings as JSON."""
         words: list[str] = []
         for name, value in self.arguments.items():
-            if value is None or value is False:
+            option = f"--{name.replace('_', '-')}"
+            if value is None:
                 continue
-            words.append(f"--{name.replace('_', '-')}")
-            if isinstance(value, list | tuple):
-                words += map(str, value)
-            elif value is not True:
-                words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+            if "." in name:  # a part of a mapping: vLLM takes the next word for its value, whatever that is
+                words.append(f"{option}={value if isinstance(value, str) else json.dumps(value)}")
+            elif isinstance(value, bool):
+                words += [option] if value else self._negation(name)
+            elif isinstance(value, list | tuple):
+                words += [option, *map(_word, value)]
+            elif (word := _word(value)).startswith("-"):
+                words.append(f"{option}={word}")
+            else:
+                words += [option, word]
         return words
+
+    def _negation(self, name: str) -> list[str]:
+        vllm = self.engine == "vllm" and name not in _FLAGS_ALONE and not name.startswith("no_")
+        has_one = vllm or (self.engine == "sglang" and name in _WITH_NEGATION)
+        return [f"--no-{name.replace('_', '-')}"] if has_one else []
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def engine_options(config: "RolloutConfig", engine: str) -> EngineOptions:
     """The options for `engine`, its prefix removed."""
-    own = _own(config, engine)
+    own = {_plain(name): value for name, value in _own(config, engine).items()}
     env = own.pop("env", {})
     own.pop("python", None)
-    return EngineOptions(own, {name: str(value) for name, value in env.items()})
+    return EngineOptions(engine, own, {name: str(value) for name, value in env.items()})
+
+
+def _plain(argument: str) -> str:
+    """With underscores alone; not in the parts of a mapping, which are the engine's."""
+    first, dot, rest = argument.partition(".")
+    return first.replace("-", "_") + dot + rest
 
 
 def engine_python(config: "RolloutConfig", engine: str) -> str:
-    """The interpreter of the engine's environment."""
+    """The interpreter of the engine's environment, with its whole path if it is there."""
     named = _own(config, engine).get("python") or os.environ.get(f"XTUNER_{engine.upper()}_PYTHON")
-    return str(named or sys.executable)
+    if not named:
+        return sys.executable
+    text = os.path.expanduser(str(named))
+    found = shutil.which(text)
+    return text if found is None else os.path.abspath(found)
 
 
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHOME")
@@ -173,12 +226,15 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
         if name == key:
             problems.append(f"{where} is for another engine than {engine}")
         elif name == "env":
-            if not isinstance(value, dict):
-                problems.append(f"{where} must be a mapping of variables")
+            problems += _variable_problems(where, value)
         elif not _ARGUMENT.fullmatch(name):
             problems.append(f"{where}: {name!r} is not the name of an argument")
         elif name not in _OWN and (why := _reserved(engine, name)):
             problems.append(f"{where}: {why}")
+        elif not _can_be_said(value):
+            problems.append(f"{where}: a {type(value).__name__} with such contents cannot be said on a command line")
+    spelled = Counter(map(_plain, _own(config, engine)))
+    problems += [f"extra_rollout_config has {engine}_{name} twice" for name, count in spelled.items() if count > 1]
     if config.weight_transport_type not in (None, "ipc", "folder"):
         problems.append(
             f"weight_transport_type={config.weight_transport_type!r} (weights come through memory, 'ipc', or in a "
@@ -189,9 +245,58 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
             problems.append("weight_transport_type='folder' (it takes weights through memory, 'ipc')")
         if config.dtype not in (torch.bfloat16, torch.float16):
             problems.append(f"dtype={config.dtype} (it computes in bfloat16 or float16)")
-    if isinstance(config.api_key, list) and len(config.api_key) != 1:
-        problems.append(f"api_key has {len(config.api_key)} entries (a server of this run has one)")
+    keys = config.api_key if isinstance(config.api_key, list) else [config.api_key]
+    if len(keys) != 1:
+        problems.append(f"api_key has {len(keys)} entries (a server of this run has one)")
+    elif keys[0] is not None and not _KEY.fullmatch(keys[0]):
+        problems.append("api_key is empty or has blanks, line ends or letters that no HTTP header holds")
+    if config.tokenizer_path is not None and not Path(config.tokenizer_path).is_dir():
+        problems.append(f"tokenizer_path={str(config.tokenizer_path)!r} (it is no folder)")
     return problems
+
+
+def size_problems(config: "RolloutConfig", engine: str) -> list[str]:
+    """Sizes that the engine cannot honour, of a configuration that is filled in."""
+    asked, batch, context = (
+        config.max_prefill_token_num, config.rollout_max_batch_size_per_instance, config.context_length
+    )  # fmt: skip
+    if engine != "vllm" or asked is None or batch is None or context is None:
+        return []
+    where = f"max_prefill_token_num={asked}"
+    if asked < batch:
+        return [f"{where} (a step has at least a token for each of {batch} sequences: raise it, or lower "
+                "rollout_max_batch_size_per_instance)"]  # fmt: skip
+    if asked < context and not config.enable_chunked_prefill:
+        return [f"{where} (a prompt of up to context_length={context} comes in at once: raise it, or set "
+                "enable_chunked_prefill)"]  # fmt: skip
+    return []
+
+
+def _variable_problems(where: str, value: Any) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"{where} must be a mapping of variables"]
+    problems = []
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or {"=", "\0"} & set(name):
+            problems.append(f"{where}: {name!r} is not the name of a variable")
+        elif name in _RESERVED_VARIABLES:
+            problems.append(f"{where}: {name}: {_RESERVED_VARIABLES[name]}")
+        elif not isinstance(text, str | int | float | Path) or "\0" in str(text):
+            problems.append(f"{where}: {name} must be a text or a number, not a {type(text).__name__}")
+    return problems
+
+
+def _can_be_said(value: Any) -> bool:
+    """Whether an argument can have this value."""
+    if isinstance(value, list | tuple):
+        return all(v is not None and not isinstance(v, list | tuple) and _can_be_said(v) for v in value)
+    if isinstance(value, dict):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return False
+        return True
+    return value is None or (isinstance(value, str | int | float | Path) and "\0" not in str(value))
 
 
 def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
@@ -207,23 +312,35 @@ def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
         f"name the interpreter of an environment that has it in XTUNER_{engine.upper()}_PYTHON or in "
         f"extra_rollout_config['{engine}_python'], {native}"
     )
-    if python != sys.executable and not os.access(python, os.X_OK):
+    if python != sys.executable and shutil.which(python) is None:
         return f"rollout engine {engine!r}: there is no interpreter {python}; {hint}."
-    version = installed_version(python, engine)
+    try:
+        version = installed_version(python, engine)
+    except RuntimeError as error:
+        return f"rollout engine {engine!r}: {error}; {hint}."
     if version is None:
         return (
             f"rollout engine {engine!r} is not installed for {python}: pip install 'xtuner[{engine}]', {hint}. "
             "Its packages contradict those of the trainer: it is best given an environment of its own."
         )
-    from packaging.version import Version
-
     first, beyond = VERSIONS[engine]
-    if not Version(first) <= Version(version) < Version(beyond):
+    if not _between(first, version, beyond):
         return (
             f"rollout engine {engine!r}: {python} has version {version}, and versions from {first} up to but without "
             f"{beyond} are driven; {hint}."
         )
     return None
+
+
+def _between(first: str, version: str, beyond: str) -> bool:
+    """Whether it is in the range. What comes before a release is not that release, and not the one before."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return Version(first) <= found and Version(found.base_version) < Version(beyond)
 
 
 def server_start_limit() -> float:
@@ -250,16 +367,20 @@ def device_problem(engine: str, device: str) -> str | None:
 
 @functools.cache
 def installed_version(python: str, engine: str) -> str | None:
-    """Of the engine, for this interpreter; None if it is not there."""
+    """Of the engine, for this interpreter; None if it is not there. Raises RuntimeError if it cannot be asked."""
     names = DISTRIBUTIONS[engine]
     code = (
         "import importlib.metadata as m, sys\n"
         f"print(next((d.version for n in {names!r} for d in m.distributions(name=n)), ''))"
     )
     # Not from the current folder, which may hold a folder of that name.
-    found = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, timeout=60, cwd="/", env=inherited_environment(python)
-    )
+    try:
+        found = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=60, cwd="/", env=inherited_environment(python)
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"{python} cannot be run ({error})") from None
     if found.returncode:
-        raise RuntimeError(f"{python} cannot be run: {found.stderr.strip()[-300:]}")
-    return found.stdout.strip() or None
+        raise RuntimeError(f"{python} cannot be run ({found.stderr.strip()[-300:]})")
+    *_, last = ["", *found.stdout.split("\n")[:-1]]  # above it may be what its own start says
+    return last.strip() or None

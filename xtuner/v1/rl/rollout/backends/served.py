@@ -1,7 +1,7 @@
 """What engines behind a server have in common: when they may serve, how weights come, what happens when they die."""
 
 import asyncio
-import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from xtuner.v1.model.hf_config import get_model_config_from_hf
 from xtuner.v1.rl.weight_update import EngineDownError, EngineLostError, Inventory, WeightUpdateError
 from xtuner.v1.utils import get_logger
 
+from .answer_checks import OF_THE_REQUEST, check_ids, readable, tell_if_short
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
 from .native.requests import read_eos_ids
@@ -143,10 +144,16 @@ class ServedEngine(ABC):
         self._abandoned, self._silent_since = False, None
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
-            lambda key: self.inherited | self.environment(key) | self.options.env,
+            self._variables,
             timeout=server_start_limit(),
             key=given[0] if isinstance(given, list) else given,
         )
+
+    def _variables(self, key: str) -> dict[str, str]:
+        own, given = self.environment(key), self.options.env
+        both = own.get("PYTHONPATH"), given.get("PYTHONPATH")
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, both))} if all(both) else {}  # ours is needed in any case
+        return self.inherited | own | given | path
 
     async def stop(self) -> None:
         if self._restart is not None and self._coming_back():
@@ -292,9 +299,12 @@ class ServedEngine(ABC):
         version = self.version
         self._in_flight.add(request.request_id)
         try:
-            output = await self.ask(request)
+            with readable(self.server.name):
+                output = await self.ask(request)
+                check_ids(output, self._model_config.vocab_size, self.server.name)
+                tell_if_short(output, self.max_tokens(request), self.server.name)
         except ServerRefused as refusal:
-            if refusal.status < 500:
+            if refusal.status in OF_THE_REQUEST:
                 return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal}")
             await self._look_after(str(refusal))
             raise
@@ -488,12 +498,3 @@ class ServedEngine(ABC):
     @property
     def model_name(self) -> str:
         return self.config.model_name or self._model_config.model_type
-
-
-def checked(output: GenerateOutput, engine: str) -> GenerateOutput:
-    """`output`, or an error if its log-probs are not those of its tokens."""
-    if len(output.logprobs) != len(output.token_ids) or not all(map(math.isfinite, output.logprobs)):
-        raise ServerError(
-            f"{engine}: {len(output.logprobs)} log-probs, finite or not, for {len(output.token_ids)} tokens."
-        )
-    return output

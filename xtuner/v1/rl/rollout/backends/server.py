@@ -28,6 +28,8 @@ _LISTEN_S = 2.0
 """Between two looks whether it still takes connections."""
 _TAIL_LINES, _TAIL_BYTES = 25, 16_384
 _PORTS_TRIED = 100
+_SHOWN = 2000
+"""Characters of an error's text: some servers send the whole request back."""
 _KILL_S = 10.0
 _SOCKET_BYTES = 107
 """What the path of a Unix socket may take."""
@@ -46,7 +48,7 @@ class ServerRefused(ServerError):
     """It answered with an HTTP error."""
 
     def __init__(self, status: int, text: str):
-        super().__init__(f"HTTP {status}: {text}")
+        super().__init__(f"HTTP {status}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
         self.status, self.text = status, text
 
 
@@ -94,7 +96,29 @@ class EngineServer:
             TimeoutError: not within `timeout` seconds. It is ended.
         """
         await self.end()
-        self.key, self._port_claim = key or secrets.token_hex(32), claim_port(self._first_port)
+        self.key, fresh = key or secrets.token_hex(32), self.home is None
+        try:
+            self._launch(command, env)
+        except BaseException:  # no process, which would see to it later
+            self._give_up_port()
+            if fresh:
+                self._remove_folders()
+            raise
+        deadline = time.monotonic() + timeout
+        try:
+            while not await self.answers(self._own_path, timeout=min(10.0, timeout)):
+                if not self.alive:
+                    raise self._death("did not start")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.name} was not ready within {timeout:g} s. {self.last_lines()}")
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            await self.end()
+            raise
+
+    def _launch(self, command: Callable[[int], list[str]], env: Callable[[str], Mapping[str, str]]) -> None:
+        """Start the process, in folders of its own."""
+        self._port_claim = claim_port(self._first_port)
         self.port = self._port_claim.getsockname()[1]
         if self.home is None:
             self.home = self.sockets = Path(tempfile.mkdtemp(prefix=_FOLDER))
@@ -114,17 +138,6 @@ class EngineServer:
                 [*supervised, *command(self.port)], env=variables, cwd=self.home, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        deadline = time.monotonic() + timeout
-        try:
-            while not await self.answers(self._own_path, timeout=min(10.0, timeout)):
-                if not self.alive:
-                    raise self._death("did not start")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.name} was not ready within {timeout:g} s. {self.last_lines()}")
-                await asyncio.sleep(_POLL_S)
-        except BaseException:
-            await self.end()
-            raise
 
     async def end(self) -> None:
         """End it and all of its processes. `start` may be called again."""
@@ -133,17 +146,24 @@ class EngineServer:
     async def stop(self) -> None:
         """End it and all of its processes, and remove its folder."""
         await self._end(signal.SIGTERM)
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
         for folder in filter(None, (self.home, self.sockets)):
             shutil.rmtree(folder, ignore_errors=True)
         self.home = self.sockets = None
+
+    def _give_up_port(self) -> None:
+        if self._port_claim is not None:
+            self._port_claim.close()
+            self._port_claim = None
 
     async def _end(self, signal_number: int) -> None:
         if self._process is None:
             return
         process, self._process = self._process, None
         await self._drop_client()
-        if self._port_claim is not None:
-            self._port_claim.close()
+        self._give_up_port()
         if process.poll() is None:
             process.send_signal(signal_number)
         deadline = time.monotonic() + _STOP_S
@@ -174,7 +194,7 @@ class EngineServer:
 
         Raises:
             ServerDied: the server is gone.
-            ServerRefused: it answered with an error.
+            ServerRefused: it answered with another status than success.
             ServerError: the connection broke, or no answer came within `timeout` seconds.
         """
         if not self.alive:
@@ -188,7 +208,7 @@ class EngineServer:
             if await self.dies():
                 raise self._death("died") from error
             raise ServerError(f"{self.name}: {path} broke off ({type(error).__name__}: {error}).") from error
-        if answer.is_error:
+        if not answer.is_success:  # who sends us elsewhere has done nothing
             raise ServerRefused(answer.status_code, answer.text)
         try:
             return answer.json()

@@ -10,10 +10,11 @@ import torch
 from xtuner.v1.data_proto import FinishReason, SampleParams
 from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 
+from .answer_checks import checked, readable, said
 from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .carriers import Carrier, carrier_for
 from .request_checks import is_greedy
-from .served import CALL_S, ServedEngine, checked
+from .served import CALL_S, ServedEngine
 from .server import ServerError, ServerRefused
 
 _LAUNCH = Path(__file__).parent / "engine_side" / "xtuner_sglang.py"
@@ -23,6 +24,8 @@ _ON_CPU = (
 )  # fmt: skip
 _LOADER = "xtuner_sglang.take_weights"
 _DETERMINISTIC = "enable_deterministic_inference"
+_NAN = "NaN happened"
+"""What it says to have stopped at where it found no token to draw."""
 _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
 
@@ -60,6 +63,7 @@ class SGLangEngine(ServedEngine):
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {}
         return on_cpu | {
             "XTUNER_ENGINE_KEY": key, "HF_HUB_OFFLINE": "1",
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of what was drawn from, whatever the run's shell says
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which is never used
         }  # fmt: skip
 
@@ -91,21 +95,28 @@ class SGLangEngine(ServedEngine):
                 f"sample_params.sampling_seed={request.params.sampling_seed}: sglang draws by a request's seed only "
                 f"with extra_rollout_config['sglang_{_DETERMINISTIC}']=True (which needs a GPU); leave it None."
             )
-        return super().objection(request)
+        if problem := super().objection(request):
+            return problem
+        p = request.params
+        if p.repetition_penalty != 1:
+            return f"sample_params.repetition_penalty={p.repetition_penalty}: sglang leaves the prompt out; set 1."
+        if p.min_tokens and p.stops:
+            return f"sample_params.min_tokens={p.min_tokens}: sglang stops at stop strings before that; set 0."
+        return None
 
     def _sampling(self, request: GenerateRequest) -> dict[str, Any]:
         p = request.params
-        params: dict[str, Any] = {
+        return {
             "max_new_tokens": self.max_tokens(request), "min_new_tokens": p.min_tokens,
             "temperature": 0.0 if is_greedy(p) else p.temperature, "top_p": p.top_p,
             "top_k": p.top_k if p.top_k > 0 else -1, "min_p": p.min_p, "repetition_penalty": p.repetition_penalty,
             "presence_penalty": p.presence_penalty, "frequency_penalty": p.frequency_penalty, "stop": p.stops,
             "stop_token_ids": self.eos_ids + p.stop_token_ids, "no_stop_trim": True, "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
+            # It counts where something makes SGLang deterministic, be it another argument or a variable. There all
+            # requests without a seed have the same one, and the answers to a prompt would be equal.
+            "sampling_seed": request.seed,
         }  # fmt: skip
-        if self.options.arguments.get(_DETERMINISTIC):
-            params["sampling_seed"] = request.seed
-        return params
 
     def _check_version(self, meta: dict[str, Any]) -> None:
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
@@ -126,8 +137,10 @@ class SGLangEngine(ServedEngine):
         # Without the format it would take the one it was started with, which may be dummy weights.
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         answer = await self.server.manage("/update_weights_from_disk", body, timeout=CALL_S)
-        if not answer["success"]:
-            raise ServerError(f"{self.server.name} did not take version {version} of the weights: {answer['message']}")
+        if said(answer, "success", self.server.name) is not True:
+            raise ServerError(
+                f"{self.server.name} did not take version {version} of the weights: {answer.get('message')}"
+            )
 
     async def take(self, address: str, version: int) -> None:
         await self.until_idle()
@@ -162,10 +175,11 @@ class SGLangEngine(ServedEngine):
             if refusal.status != 404:
                 raise
             return {}  # older versions lack it
-        sums = answer["ranks"][0]["checksums"].items()
-        # Before the first update over a socket they are SGLang's own hashes.
-        found = {name: text.split() for name, text in sums if " " in text}
-        return by_module(found, keys, self.dtype)
+        with readable(self.server.name):
+            sums = answer["ranks"][0]["checksums"].items()
+            # Before the first update over a socket they are SGLang's own hashes.
+            found = {name: text.split() for name, text in sums if " " in text}
+            return by_module(found, keys, self.dtype)
 
     async def release(self, tags: set[MemoryTag]) -> None:
         await self.until_idle()  # the token of a health check may be on its way: it would not survive that
@@ -201,6 +215,6 @@ def _reason(finish: dict[str, Any]) -> tuple[FinishReason, str | None]:
     kind = finish["type"]
     if kind == "abort" and finish.get("status_code") is None:
         return "abort", None
-    if kind in ("stop", "length"):
+    if kind in ("stop", "length") and finish.get("matched") != _NAN:
         return kind, None
     return "error", f"sglang: {finish.get('message') or finish}"

@@ -7,12 +7,15 @@ from typing import Any
 from xtuner.v1.data_proto import FinishReason
 from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 
+from .answer_checks import checked, readable, said
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier, carrier_for
 from .request_checks import is_greedy
-from .served import CALL_S, ServedEngine, checked
+from .served import CALL_S, ServedEngine
+from .server import ServerError
 
 _ENGINE_SIDE = Path(__file__).with_name("engine_side")
+_LEAST_TEMPERATURE = 0.01
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -28,10 +31,9 @@ class VLLMEngine(ServedEngine):
 
     def command(self, port: int) -> list[str]:
         c = self.config
-        if c.enable_chunked_prefill:
-            step = c.max_prefill_token_num or max(c.chunked_prefill_size, self.max_batch_size)
-        else:
-            step = max(c.max_prefill_token_num or 8192, self.context_length, self.max_batch_size)
+        least = self.max_batch_size if c.enable_chunked_prefill else max(self.context_length, self.max_batch_size)
+        step = c.max_prefill_token_num or max(8192, least)
+        piece = min(c.chunked_prefill_size, self.context_length) if c.enable_chunked_prefill else 0
         yes_no = ("--", "--no-")
         if self.device == "cpu":
             memory = ["--enforce-eager", "--kv-cache-memory-bytes", str(self.cache_bytes())]
@@ -45,6 +47,7 @@ class VLLMEngine(ServedEngine):
             "--dtype", self.dtype_name, "--max-model-len", str(self.context_length),
             "--max-num-seqs", str(self.max_batch_size), "--seed", str(c.random_seed),
             "--logprobs-mode", "processed_logprobs", "--max-num-batched-tokens", str(step),
+            "--long-prefill-token-threshold", str(piece),
             f"{yes_no[not c.enable_chunked_prefill]}enable-chunked-prefill",
             f"{yes_no[not c.enable_prefix_caching]}enable-prefix-caching",
             *memory, *self.options.argv(),
@@ -87,6 +90,15 @@ class VLLMEngine(ServedEngine):
             )
         return checked(output, self.server.name) if p.return_logprob else output
 
+    def objection(self, request: GenerateRequest) -> str | None:
+        p = request.params
+        if not is_greedy(p) and p.temperature < _LEAST_TEMPERATURE:
+            return (
+                f"sample_params.temperature={p.temperature}: vllm draws at {_LEAST_TEMPERATURE} at least, and would "
+                "not say so; raise it, or set 0."
+            )
+        return super().objection(request)
+
     async def abort_all(self) -> None:
         await self.server.manage("/abort_requests", {}, timeout=CALL_S)
 
@@ -96,11 +108,15 @@ class VLLMEngine(ServedEngine):
     async def load(self, folder: Path, version: int) -> None:
         if self.config.skip_load_weights:  # its loader of dummy weights cannot read any
             await self._on_workers("update_config", overrides={"load_config": {"load_format": "auto"}})
-        await self._on_workers("take_weights_of", folder=str(folder))
-        await self.until_idle()
+        await self._take("take_weights_of", folder=str(folder))
 
     async def take(self, address: str, version: int) -> None:
-        await self._on_workers("take_weights_from", address=address)
+        await self._take("take_weights_from", address=address)
+
+    async def _take(self, method: str, **where: str) -> None:
+        answer = await self._on_workers(method, **where)
+        if said(answer, "results", self.server.name) != [where]:  # our code answers with what it has taken
+            raise ServerError(f"{self.server.name} does not say that it took the weights: {answer!r:.200}")
         await self.until_idle()
 
     async def weight_sums(self, keys: list[str]) -> dict[str, SumOf]:
@@ -108,8 +124,9 @@ class VLLMEngine(ServedEngine):
         if not await self.serves():
             return {}
         answer = await self._on_workers("sum_weights")
-        (found,) = answer["results"]
-        return by_module(found, keys, self.dtype)
+        with readable(self.server.name):
+            (found,) = answer["results"]
+            return by_module(found, keys, self.dtype)
 
     async def _on_workers(self, method: str, **kwargs: Any) -> Any:
         return await self.server.manage("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=CALL_S)
@@ -126,7 +143,7 @@ class VLLMEngine(ServedEngine):
 
     async def flush(self) -> bool:
         answer = await self.server.manage("/reset_prefix_cache", timeout=CALL_S)
-        return bool(answer["success"])
+        return bool(said(answer, "success", self.server.name))
 
 
 def _best(row: dict[str, float], count: int) -> list[tuple[int, float]]:

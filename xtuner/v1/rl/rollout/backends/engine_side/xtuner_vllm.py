@@ -37,18 +37,20 @@ _AS_THEY_ARE = ("NoneType", "UnquantizedEmbeddingMethod", "UnquantizedLinearMeth
 
 
 class TakeWeights:
-    """Extension of vLLM's worker."""
+    """Extension of vLLM's worker. What takes weights returns what it was given."""
 
-    def take_weights_of(self, folder: str) -> None:
+    def take_weights_of(self, folder: str) -> dict[str, str]:
         """Load the weights of a model folder into the running model, all of it."""
         self._reload(weights_path=folder)
+        return {"folder": folder}
 
-    def take_weights_from(self, address: str) -> None:
+    def take_weights_from(self, address: str) -> dict[str, str]:
         """The same from the update that waits at this Unix socket."""
         from xtuner_weights import take_update
 
         worker: Any = self
         take_update(address, worker.device, self._load)
+        return {"address": address}
 
     def sum_weights(self) -> dict[str, Any]:
         """See `xtuner_sums.describe`. A layer that keeps only a packed copy, as on a CPU, has no elements here."""
