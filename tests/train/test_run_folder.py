@@ -197,6 +197,24 @@ def test_a_trajectory_is_json_whatever_the_judger_put_into_its_reward(tmp_path):
     assert (second["rollout_logprobs"], second["reward"], second["error_msg"]) == (None, None, "gone")
 
 
+def test_a_trajectory_is_kept_of_a_judger_s_words_that_are_no_text_and_a_reward_without_score(tmp_path):
+    """It is written when the step is trained and not yet saved: a reply that a service cut through an emoji must
+    not end the run."""
+    state = RolloutState(message=[], rollout_id=1, status=Status.COMPLETED, response="a", response_ids=[5])
+    around: dict = {"score": 0.5}
+    around["again"] = around
+    payloads = [{"score": 1.0, "why": "good \ud83d"}, {"score": 0.0, "raw": b"\xff"}, around]
+    scoreless = [{"points": 1}, {"score": None}, {"score": math.nan}, {"score": "none"}]
+    group = [state.model_copy(update={"reward": reward}) for reward in payloads + scoreless]
+    group.append(state.model_copy(update={"status": Status.FAILED, "error_msg": "half \ud83d", "reward": None}))
+    write_trajectories(path := tmp_path / "train_rollout_1.jsonl", [group])
+    summary, *rows = read_rows(path)
+    assert (summary["total_len"], summary["reward_mean"], summary["reward_max"]) == (8, 0.5, 1.0)
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.5, None, None, None, "none", None]
+    assert rows[0]["reward_payload"]["score"] == 1.0 and "good \\ud83d" in rows[0]["reward_payload"]["as_text"]
+    assert "xff" in rows[1]["reward_payload"]["as_text"] and rows[7]["error_msg"] == "half \\ud83d"
+
+
 def test_a_lock_is_held_until_it_is_closed(tmp_path):
     held = lock_file(tmp_path / ".lock")
     with pytest.raises(BlockingIOError):

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.rl.agent_loop.outcome import finite
 from xtuner.v1.utils import write_atomic
 
 Row = Mapping[str, float | None]
@@ -113,7 +114,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def write_trajectories(path: Path, groups: list[list[RolloutState]]) -> None:
     """One JSONL file: a summary line, then one line a sample. Written whole or not at all."""
     states = [state for group in groups for state in group]
-    rewards = [float(s.reward["score"]) for s in states if s.reward is not None]
+    scores = (finite(s.reward.get("score")) for s in states if s.reward is not None)
+    rewards = [score for score in scores if score is not None]
     lengths = [len(s.response_ids or []) for s in states]
     summary: dict[str, Any] = {"total_len": len(states)}
     for name, values in (("reward", rewards), ("response_len", lengths)):
@@ -125,8 +127,19 @@ def write_trajectories(path: Path, groups: list[list[RolloutState]]) -> None:
     logprobs = zip(_rounded([s.logprobs for s in states]), _rounded([s.train_logprobs for s in states]), strict=True)
     samples = (_trajectory(state, *pair) for state, pair in zip(states, logprobs, strict=True))
     # The standard library's writer takes ten times as long, most of it for the digits of floats.
-    lines = (to_json(row, inf_nan_mode="null", fallback=str) for row in (summary, *samples))
+    lines = (_json_line(row) for row in (summary, *samples))
     write_atomic(path, lambda part: part.write_bytes(b"".join(line + b"\n" for line in lines)), durable=False)
+
+
+def _json_line(row: dict[str, Any]) -> bytes:
+    """What a judge or a loop of the user's own wrote may be no text (half of a surrogate pair) or hold itself: it is
+    spelled out then, for the step is trained already."""
+    try:
+        return to_json(row, inf_nan_mode="null", fallback=str)
+    except ValueError:
+        texts = {k: v.encode("utf-8", "backslashreplace").decode() for k, v in row.items() if isinstance(v, str)}
+        payload = {"score": row["reward"], "as_text": ascii(row["reward_payload"])}
+        return to_json(row | texts | {"reward_payload": payload}, inf_nan_mode="null", fallback=str)
 
 
 def _trajectory(
