@@ -233,10 +233,13 @@ def test_a_filter_that_keeps_nothing_ends_with_a_hint(prompts):
         ([{"score": 0.0}, {"score": 1.0}], True),
         ([{"score": s, "acc": 0} for s in (0, -0.2, -0.5, -1.0)], False),
         ([{"score": 0.5, "acc": 1}, {"score": 0.5, "acc": 0}], True),
+        ([{"score": 0.1 + 0.2}, {"score": 0.3}], False),  # the advantage of both would be 0
+        ([{"score": 0.0, "acc": None}, {"score": 0.5, "acc": True}], True),
+        ([{"score": 0.5, "acc": None}, {"score": 0.5, "acc": "yes"}], False),
     ],
 )
 def test_equal_rewards_are_compared_by_accuracy_where_there_is_one(rewards, kept):
-    """All wrong, apart only by a length penalty: no signal but to be short."""
+    """All wrong, apart only by a length penalty: no signal but to be short. Rounding is none at all."""
     assert drop_equal_rewards()([RolloutState(message=[], reward=reward) for reward in rewards]) is kept
 
 
