@@ -68,6 +68,7 @@ def test_label_zero_is_a_label():
         ({"data_source": {}}, r"^data_source: "),
         ({"data_source": {"m": float("nan")}}, r"^data_source\.m: .*nan"),
         ({"data_source": {"m": True}}, r"^data_source\.m: .*True"),
+        ({"data_source": {"m": 10**400}}, r"^data_source\.m: expected a finite number"),
         ({"reward_model": "4"}, r"^reward_model: expected an object, got a string"),
         ({"extra_info": [1]}, r"^extra_info: .*a list"),
     ],
@@ -92,6 +93,7 @@ def test_tool_calls_need_no_content():
         ('{"prompt": "é"}'.encode("latin-1"), r"not UTF-8"),
         (rb'{"prompt": "\uD83D"}', r"half of a surrogate pair"),
         (b"[" * 200_000, r"nested too deeply"),
+        (b'{"prompt": "q", "reward_model": {"ground_truth": ' + b"9" * 5000 + b"}}", r"^line: .*thousands of digits"),
     ],
 )
 def test_wrong_lines(data, error):

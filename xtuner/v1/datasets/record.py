@@ -37,6 +37,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise RowError("line", f"not UTF-8 (byte {error.start}). Save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
         raise RowError("line", f"not valid JSON ({error.msg}, column {error.colno}).") from error
+    except ValueError as error:
+        raise RowError("line", "a number in it has thousands of digits. Write it as a string.") from error
     except RecursionError as error:
         raise RowError("line", "nested too deeply.") from error
     if not isinstance(row, dict):
@@ -81,10 +83,17 @@ def _weights(source: Any) -> dict[str, float]:
         return {source: 1.0}
     if isinstance(source, dict) and source:
         for name, weight in source.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not _is_finite(weight):
                 raise RowError(f"data_source.{name}", f"expected a finite number, got {weight!r}.")
         return {name: float(weight) for name, weight in source.items()}
     raise RowError("data_source", f"expected a name or an object of name: weight, got {source!r}.")
+
+
+def _is_finite(weight: float) -> bool:
+    try:
+        return math.isfinite(weight)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _reward_model(reward_model: Any, require_ground_truth: bool) -> dict[str, Any]:
