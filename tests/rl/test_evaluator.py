@@ -59,6 +59,7 @@ def test_all_rows_are_scored_once_in_file_order(ten):
     [
         (EvaluatorConfig(eval_sample_num=3), 3),
         (EvaluatorConfig(eval_sample_ratio=0.5), 5),
+        (EvaluatorConfig(eval_sample_ratio=0.3 - 0.1), 2),  # 0.19999999999999998 of 10, as 0.29 of 100 is 29
         (EvaluatorConfig(eval_sample_num=99), 10),
     ],
 )
@@ -243,7 +244,9 @@ def test_a_wrong_answer_that_earns_something_is_wrong():
     assert metrics["accuracy"] == 0.1 and metrics["pass@2"] == pytest.approx(0.2)
     states[0].judge_error = "lost"
     assert default_metrics(states)["accuracy"] == 0
-    assert default_metrics([state_of(-0.5).model_copy(update={"reward": {"score": -0.5, "acc": 1}})])["accuracy"] == 1
+    for acc in (1, 10**400):  # the second is no float: the score counts
+        state = state_of(-0.5).model_copy(update={"reward": {"score": -0.5, "acc": acc}})
+        assert default_metrics([state])["accuracy"] == (acc == 1)
 
 
 def test_lengths_count_responses_and_cut_ones_too():

@@ -98,7 +98,8 @@ class Evaluator:
                 f"evaluation task {task_name!r} has {available} prompts, fewer than "
                 f"eval_sample_num={wanted}: all are used."
             )
-        num = min(wanted, available) if wanted else int(available * ratio) if ratio else available
+        share = math.floor(round(available * ratio, 9))  # 0.29 * 100 is 28.999999999999996
+        num = min(wanted, available) if wanted else share if ratio else available
         if num == 0:
             raise ValueError(
                 f"evaluation task {task_name!r}: eval_sample_ratio={ratio} of {available} prompts is none; "

@@ -10,7 +10,7 @@ def finite(value: Any) -> float | None:
     """`value` as a float; None if it is no finite number."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 
