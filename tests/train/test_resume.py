@@ -240,6 +240,28 @@ def test_what_is_taken_from_a_named_checkpoint_can_be_chosen(model, tmp_path):
     assert any(not torch.equal(t, same.weights(3)[n]) for n, t in moments.weights(3).items())
 
 
+def test_a_new_run_from_a_checkpoint_evaluates_the_weights_it_begins_with(model, tmp_path):
+    evaluation = with_evaluation(model, tmp_path)
+    first = fit(config(model, tmp_path, total_train_steps=2, checkpoint_interval=1, **evaluation))
+    named = LoadCheckpointConfig(checkpoint_path=first.path / "checkpoints" / "ckpt-step-1")
+    fields = evaluation | {"load_checkpoint_cfg": named, "evaluate_step": 3, "checkpoint_interval": 2}
+    new = fit(config(model, tmp_path, enable_initial_evaluate=True, auto_resume=False, **fields))
+    assert [row["step"] for row in new.rows] == [1, 2, 3]
+    assert [row["step"] for row in new.rows if "eval/accuracy" in row] == [1, 3]
+    assert new.rows[0]["eval/accuracy"] == first.rows[0]["eval/accuracy"]
+    assert new.trajectories(1, "eval") == first.trajectories(1, "eval")
+    assert [row["step"] for row in fit(config(model, tmp_path, **fields)).rows] == [2, 3]
+
+
+def test_a_checkpoint_behind_which_no_step_is_left_is_refused(model, tmp_path):
+    """It is another run's, which is not to be gone on with: nothing would be trained, and no model left."""
+    first = fit(config(model, tmp_path, total_train_steps=2, checkpoint_interval=2))
+    named = LoadCheckpointConfig(checkpoint_path=first.path / "checkpoints" / "ckpt-step-2")
+    with pytest.raises(ValueError, match="is of step 2, so that none of 2 train steps is left"):
+        config(model, tmp_path, total_train_steps=2, load_checkpoint_cfg=named).build()
+    assert list((tmp_path / "runs").glob("2*")) == [first.path]
+
+
 def test_what_is_left_out_of_a_named_checkpoint_is_taken_from_the_run_s_own(model, tmp_path):
     """Else a run that is cut short draws its first prompts again, and warms up again."""
     first = fit(config(model, tmp_path, total_train_steps=1, checkpoint_interval=1))

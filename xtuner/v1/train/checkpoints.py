@@ -107,6 +107,16 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def refuse_done(folder: Path, total_steps: int) -> None:
+    """ValueError if a new run from this checkpoint would have no step left: it would leave no model either."""
+    if (step := read_state(folder)["cur_step"]) >= total_steps:
+        raise ValueError(
+            f"load_checkpoint_cfg.checkpoint_path={str(folder)!r} is of step {step}, so that none of {total_steps} "
+            "train steps is left: they count from the beginning of the run that made it. Raise total_train_steps or "
+            "total_epochs."
+        )
+
+
 def _hide_and_remove(path: Path) -> None:
     """No reader finds it half deleted."""
     old = path.with_name(f".{path.name}.old")

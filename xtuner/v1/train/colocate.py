@@ -21,7 +21,7 @@ from xtuner.v1.utils import get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
 from .canary import Canary
-from .checkpoints import expect_files, read_state, saving, write_state
+from .checkpoints import expect_files, read_state, refuse_done, saving, write_state
 from .checks import epoch_steps, measured_problems
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
@@ -153,7 +153,8 @@ class RLColocateTrainer:
 
     def _evaluates(self, step: int) -> bool:
         cfg = self.cfg
-        return cfg.enable_evaluate and (step % cfg.evaluate_step == 0 if step else cfg.enable_initial_evaluate)
+        initial = step == self.first_step
+        return cfg.enable_evaluate and (cfg.enable_initial_evaluate if initial else step % cfg.evaluate_step == 0)
 
     # ---------------------------------------------------------------- phases of a step
 
@@ -338,11 +339,16 @@ class RLColocateTrainer:
             self._build_rollout()
         self.total_steps = self._resolve_steps()
         resume = cfg.auto_resume and not self.debug
+        named = cfg.load_checkpoint_cfg.checkpoint_path
+        if named is not None and not resume and not (cfg.enable_evaluate and cfg.enable_initial_evaluate):
+            refuse_done(Path(named), self.total_steps)
         log_dir = Path(cfg.log_dir) if cfg.log_dir else None
         self.experiment = Experiment(Path(cfg.work_dir or "work_dirs"), self.total_steps, resume, log_dir, self.debug)
         self.run_dir = self.experiment.path
         log_to_file(self.experiment.logs / "rank_0.log")
         self.cur_step = self.model_step = self.updates = 0
+        self.first_step = 0
+        """Whose weights this run began with."""
         self.unlogged: dict[str, float] | None = {}
         own = self.experiment.checkpoint  # all of it is taken: what may be chosen is what a new run begins with
         load = LoadCheckpointConfig(checkpoint_path=own) if own is not None else cfg.load_checkpoint_cfg
@@ -400,8 +406,12 @@ class RLColocateTrainer:
         state = read_state(Path(load.checkpoint_path))
         self.cur_step = self.model_step = state["cur_step"]
         self.updates = state["optimizer_updates"]
-        behind = self.experiment.resumed and self.experiment.last_step < self.cur_step
-        self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
+        if self.experiment.resumed:
+            behind = self.experiment.last_step < self.cur_step
+            self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
+        else:
+            self.first_step = self.cur_step
+            self.unlogged = {} if self._evaluates(self.cur_step) else None
         if load.load_dataset:
             self.manager.load_state_dict(state["manager"])
             if state["replay_buffer"] is not None:

@@ -88,7 +88,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     enable_evaluate: bool = True
     """Evaluate every `evaluate_step` steps."""
     enable_initial_evaluate: bool = False
-    """Also evaluate the initial weights (only with `enable_evaluate`)."""
+    """Also evaluate the weights that a new run begins with, those of a checkpoint too (only with `enable_evaluate`)."""
     evaluate_step: int = Field(1, gt=0)
     """A multiple of `sync_weights_interval`."""
     work_dir: Path | str | None = None
