@@ -312,6 +312,31 @@ def test_sampling_that_is_not_the_model_s_own_is_a_doubt(model, tmp_path, params
     assert len(said) == 1 and f"{name}={value} change the sampled distribution" in said[0]
 
 
+@pytest.mark.parametrize("params, said_of", [({"sampling_seed": 3}, "sampling_seed=3"), ({"temperature": 0}, "=0,")])
+def test_repeats_of_an_evaluation_that_are_copies_are_a_doubt(model, tmp_path, params, said_of, monkeypatch):
+    """Their pass@k would be reported without a word."""
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    for k, warnings in ((1, 0), (4, 1)):
+        fields = with_evaluation(model, tmp_path, params=SampleParams(max_tokens=RESPONSE, **params))
+        fields["eval_agent_loop_manager_cfg"].tasks.sampler_config.prompt_repeat_k = k
+        assert problems_of(model, tmp_path, **fields) == "" and len(said) == warnings
+    assert said_of in said[0] and "the 4 responses to a prompt alike: pass@k would be pass@1" in said[0]
+
+
+@pytest.mark.parametrize("length", [{"total_train_steps": 3}, {"total_train_steps": None, "total_epochs": 1}])
+def test_an_interval_that_is_never_over_is_a_doubt(model, tmp_path, length, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    for interval in (3, 4):
+        fields = with_evaluation(model, tmp_path) | length | {"checkpoint_interval": interval}
+        cfg = config(model, tmp_path, rows=write_prompts(tmp_path, 9), evaluate_step=interval, **fields)
+        assert cfg.check() == [] and cfg.check_data() == []
+        assert len(said) == (2 if interval == 4 else 0)
+    assert said[0].startswith("evaluate_step=4 is more than the run's 3 train steps: nothing is evaluated.")
+    assert said[1].startswith("checkpoint_interval=4 is more than the run's 3 train steps: no checkpoint is saved.")
+
+
 # ---------------------------------------------------------------- by the data
 
 

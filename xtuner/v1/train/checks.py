@@ -35,6 +35,8 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
         problem = replay_problem(Path(cfg.debug_rollout_dir or ""), cfg.total_train_steps)
         return problems + ([problem] if problem else [])
     problems += _check_engine(cfg)
+    if cfg.total_train_steps is not None and not cfg.debug_rollout:
+        _warn_of_intervals(cfg, cfg.total_train_steps)
     for task in cfg.agent_loop_manager_cfg.task_list():
         problems += _check_task(cfg, "agent_loop_manager_cfg", task) + _check_training_task(cfg, task)
     if not cfg.enable_evaluate or cfg.debug_rollout:
@@ -45,7 +47,18 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     if cfg.eval_agent_loop_manager_cfg is not None:
         for task in cfg.eval_agent_loop_manager_cfg.task_list():
             problems += _check_task(cfg, "eval_agent_loop_manager_cfg", task)
+            _warn_of_copies(task)
     return problems
+
+
+def _warn_of_copies(task: TaskSpecConfig) -> None:
+    params, repeat = task.agent_loop_config.sample_params, task.sampler_config.prompt_repeat_k
+    if repeat > 1 and (params.sampling_seed is not None or params.temperature == 0 or params.top_k == 1):
+        get_logger().warning(
+            f"eval_agent_loop_manager_cfg.{task.task_name}: sample_params.temperature={params.temperature:g}, "
+            f"top_k={params.top_k}, sampling_seed={params.sampling_seed} make the {repeat} responses to a prompt alike"
+            ": pass@k would be pass@1. Leave sampling_seed out and sample, or set prompt_repeat_k=1."
+        )
 
 
 def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
@@ -96,7 +109,19 @@ def epoch_steps(cfg: "RLColocateTrainerConfig", prompts: int) -> int:
             f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: total_epochs="
             f"{cfg.total_epochs} gives 0 train steps. Lower train_batch_size or give more prompts."
         )
+    _warn_of_intervals(cfg, steps)
     return steps
+
+
+def _warn_of_intervals(cfg: "RLColocateTrainerConfig", steps: int) -> None:
+    """An interval that is longer than the run is never over."""
+    of_evaluation = cfg.evaluate_step if cfg.enable_evaluate and not cfg.enable_initial_evaluate else 0
+    for name, interval, what in (
+        ("evaluate_step", of_evaluation, "nothing is evaluated"),
+        ("checkpoint_interval", cfg.checkpoint_interval or 0, "no checkpoint is saved"),
+    ):
+        if interval > steps:
+            get_logger().warning(f"{name}={interval} is more than the run's {steps} train steps: {what}. Lower it.")
 
 
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
