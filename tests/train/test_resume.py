@@ -231,8 +231,7 @@ def test_what_is_taken_from_a_named_checkpoint_can_be_chosen(model, tmp_path):
     assert same.path != first.path and [row["step"] for row in same.rows] == [3]
     assert same.updates[0]["step"] == 3 and same.updates[0]["lr"] == first.updates[2]["lr"]
     close(first.weights(3), same.weights(3))
-    schedule = again(load_scheduler=False)
-    assert schedule.updates[0]["lr"] == first.updates[0]["lr"] != first.updates[2]["lr"]
+    assert again(load_scheduler=False).updates[0]["lr"] != first.updates[2]["lr"]
     data = again(load_dataset=False)
     assert data.prompts(3) == first.prompts(1) != first.prompts(3)
     moments = again(load_optimizer_states=False)
@@ -260,6 +259,19 @@ def test_a_checkpoint_behind_which_no_step_is_left_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="is of step 2, so that none of 2 train steps is left"):
         config(model, tmp_path, total_train_steps=2, load_checkpoint_cfg=named).build()
     assert list((tmp_path / "runs").glob("2*")) == [first.path]
+
+
+def test_a_schedule_that_starts_again_ends_with_the_run(model, tmp_path):
+    """Over all steps of the configuration it would end half-way down, or in its warm-up."""
+    first = fit(config(model, tmp_path, checkpoint_interval=2))
+    named = first.path / "checkpoints" / "ckpt-step-2"
+    load = LoadCheckpointConfig(checkpoint_path=named, load_scheduler=False)
+    again = fit(config(model, tmp_path, total_train_steps=5, load_checkpoint_cfg=load, checkpoint_interval=1))
+    assert [row["lr"] for row in again.updates] == [row["lr"] for row in first.updates], "3 steps, as the first run"
+    assert again.updates[-1]["lr"] == 1e-4
+    load = LoadCheckpointConfig(checkpoint_path=again.path / "checkpoints" / "ckpt-step-3")
+    on = fit(config(model, tmp_path, total_train_steps=5, load_checkpoint_cfg=load))
+    assert [row["lr"] for row in on.updates] == [row["lr"] for row in again.updates[1:]]
 
 
 def test_what_is_left_out_of_a_named_checkpoint_is_taken_from_the_run_s_own(model, tmp_path):

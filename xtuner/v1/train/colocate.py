@@ -283,6 +283,7 @@ class RLColocateTrainer:
                 state = {
                     "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
                     "manager": self.manager.state_dict(), "replay_buffer": buffer,
+                    "schedule_from": self.schedule_from,
                 }  # fmt: skip
                 write_state(part, state)
             self.experiment.saved(final, cfg.checkpoint_maxkeep)
@@ -347,6 +348,8 @@ class RLColocateTrainer:
         self.run_dir = self.experiment.path
         log_to_file(self.experiment.logs / "rank_0.log")
         self.cur_step = self.model_step = self.updates = 0
+        self.schedule_from = 0
+        """The step behind which the learning-rate schedule begins."""
         self.first_step = 0
         """Whose weights this run began with."""
         self.unlogged: dict[str, float] | None = {}
@@ -406,6 +409,7 @@ class RLColocateTrainer:
         state = read_state(Path(load.checkpoint_path))
         self.cur_step = self.model_step = state["cur_step"]
         self.updates = state["optimizer_updates"]
+        self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
         if self.experiment.resumed:
             behind = self.experiment.last_step < self.cur_step
             self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
@@ -444,7 +448,7 @@ class RLColocateTrainer:
                 rank, f"train_{rank}", TrainingWorker, worker, rank=rank, world_size=self.world_size,
                 accelerator=cfg.resources.accelerator, seed=worker.seed, deterministic=cfg.deterministic, exact=exact,
                 equal_logprobs=exact and excuse is None,
-                total_optimizer_steps=self.total_steps * worker.optimizer_steps,
+                total_optimizer_steps=(self.total_steps - self.schedule_from) * worker.optimizer_steps,
             )
             for rank in range(self.world_size)
         ]  # fmt: skip

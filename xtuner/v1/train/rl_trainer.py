@@ -33,7 +33,7 @@ class LoadCheckpointConfig(XTunerConfig):
     load_dataset: bool = True
     """Continue with the next unused prompts."""
     load_scheduler: bool = True
-    """Continue the learning-rate schedule; False starts it again."""
+    """Continue the learning-rate schedule; False starts it again, over the steps that are left."""
     offload_optimizer_first_step: bool = False
     """Kept for compatibility: moments are always in host memory between the steps of a GPU run."""
 
