@@ -277,6 +277,7 @@ def test_a_judger_of_ones_own(sample):
         ({"reward_handler": lambda text: 1}, "response, label and extra_info"),
         ({"reward_handler": length_reward, "max_retries": 2}, "max_retries has no effect"),
         ({"reward_handler": "http://x", "extra_info": {"f": print}}, "extra_info must be JSON"),
+        ({"reward_handler": "http://x", "extra_info": {"scale": float("nan")}}, "extra_info must be JSON"),
         ({"reward_handler": length_reward, "request_timeout": float("inf")}, "request_timeout"),
         ({"reward_handler": length_reward, "request_timeout": 0}, "request_timeout"),
         ({"reward_handler": length_reward, "max_concurrency": 0}, "max_concurrency"),

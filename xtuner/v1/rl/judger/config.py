@@ -61,7 +61,7 @@ class JudgerConfig(XTunerConfig):
             if not handler.startswith(("http://", "https://")):
                 raise ValueError(f"{where}={handler!r} is no URL: it must begin with http:// or https://.")
             try:
-                json.dumps(self.extra_info)
+                json.dumps(self.extra_info, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where} is a URL, so extra_info must be JSON: {error}.") from None
         else:
