@@ -58,6 +58,25 @@ def test_weights_count(sample):
     assert states[1].reward["score"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("answer", "source", "acc"),
+    [
+        ("#### 5", {"gsm8k": 1.0, "style": 0.2}, {"acc": False}),
+        ("#### 4", {"gsm8k": 1.0, "style": 0.2}, {"acc": True}),
+        ("#### 4", {"gsm8k": 1.0, "strict": 1.0}, {"acc": False}),
+        ("#### 4", {"gsm8k": 1.0, "strict": -1.0}, {"acc": True}),
+        ("#### 4", {"style": 0.5, "unsure": 0.5}, {}),
+    ],
+)
+def test_a_wrong_answer_in_good_style_is_wrong(answer, source, acc, sample):
+    """By its score, which is positive, evaluation would count it as right."""
+    more = {"strict": giving(0.0, acc=0), "unsure": giving(0.5, acc=None)}
+    config = ComposedJudgerConfig(branches={"gsm8k": GSM8KJudgerConfig(), "style": giving(0.5)} | more)
+    [state] = judge(config, sample(answer, data_source=source))
+    assert state.judge_error is None
+    assert {key: value for key, value in state.reward.items() if key not in ("score", "branches")} == acc
+
+
 def test_merge_fn_sees_the_state_and_all_rewards(sample):
     def best(state, rewards):
         state.reward = {"score": max(r["score"] for r in rewards.values()), "of": list(rewards)}

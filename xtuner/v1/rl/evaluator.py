@@ -14,8 +14,8 @@ from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, Status, reset_response
 from xtuner.v1.rl.agent_loop import AgentLoop, reward_score
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
-from xtuner.v1.rl.agent_loop.outcome import finite
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
+from xtuner.v1.rl.judger.base import finite
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.signatures import check_call, check_plain

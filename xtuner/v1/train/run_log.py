@@ -12,7 +12,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from xtuner.v1.data_proto import RolloutState
-from xtuner.v1.rl.agent_loop.outcome import finite
+from xtuner.v1.rl.judger.base import finite
 from xtuner.v1.utils import write_atomic
 
 Row = Mapping[str, float | None]

@@ -1,18 +1,7 @@
 """What came of a sample: its score, and whether it can be trained on."""
 
-import math
-from typing import Any
-
 from xtuner.v1.data_proto import RolloutState, Status
-
-
-def finite(value: Any) -> float | None:
-    """`value` as a float; None if it is no finite number."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+from xtuner.v1.rl.judger.base import finite
 
 
 def reward_score(state: RolloutState) -> float | None:

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.advantage import has_signal
-from xtuner.v1.rl.agent_loop.outcome import finite
+from xtuner.v1.rl.judger.base import finite
 
 
 @runtime_checkable

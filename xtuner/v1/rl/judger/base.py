@@ -100,6 +100,15 @@ def reward_from(output: Any) -> dict[str, Any]:
     return {**output, "score": float(score)}
 
 
+def finite(value: Any) -> float | None:
+    """`value` as a float; None if it is no finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def describe(error: Exception) -> str:
     """One short reason: type, message, and the line of the user's code that raised, if any did."""
     if isinstance(error, JudgeError):

@@ -12,7 +12,7 @@ from xtuner.v1.config import XTunerConfig
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.utils import Launcher
 
-from .base import JudgeError, Judger, describe, reward_from
+from .base import JudgeError, Judger, describe, finite, reward_from
 from .config import JudgerConfig
 
 MergeFn = Callable[[RolloutState, dict[str, dict[str, Any]]], RolloutState]
@@ -24,7 +24,8 @@ class ComposedJudger(Judger):
     A string names one branch, with weight 1; a dict maps branches to weights. One branch: its reward, the score
     times its weight. Several: `merge_fn(state, {branch: reward})`, which returns the state with its reward
     (weights are in `state.data_source`); without `merge_fn` the score is the sum of weight * score, and the
-    branches' rewards stand under `branches`. If a branch cannot judge, the sample has a judge error.
+    branches' rewards stand under `branches`; `acc` is True if all branches of positive weight that give one find the
+    answer right. If a branch cannot judge, the sample has a judge error.
     """
 
     def __init__(self, branches: Mapping[str, Judger], merge_fn: MergeFn | None = None):
@@ -64,6 +65,9 @@ class ComposedJudger(Judger):
             return merged
         total = math.fsum(weights[name] * reward["score"] for name, reward in rewards.items())
         state.reward = {"score": total, "branches": rewards}
+        accs = [finite(rewards[name].get("acc")) for name, weight in weights.items() if weight > 0]
+        if known := [acc for acc in accs if acc is not None]:
+            state.reward["acc"] = min(known) > 0
         return state
 
     def _reward(self, name: str, state: RolloutState, output: Any) -> dict[str, Any]:
