@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from xtuner.v1.data_proto import RolloutState
@@ -81,6 +82,15 @@ def test_groups_survive_the_file(tmp_path):
     (tmp_path / "debug_rollout_1.jsonl").open("a").write('[{"rollout_id": 1}]\n')
     with pytest.raises(ValueError, match="debug_rollout_1.jsonl:3: no group of samples: message: Field required"):
         read_groups(tmp_path, 1)
+
+
+def test_a_judge_s_numpy_numbers_survive_the_file(tmp_path):
+    reward = {"score": 1.0, "acc": np.bool_(True), "parts": {"margin": np.float32(0.5), "count": np.int64(3)}}
+    write_groups(tmp_path, 1, [[RolloutState(message=[], rollout_id=1, reward=reward)]])
+    [[state]] = read_groups(tmp_path, 1)
+    assert state.reward == {"score": 1.0, "acc": True, "parts": {"margin": 0.5, "count": 3}}
+    with pytest.raises(Exception, match="JSON cannot hold a ndarray"):
+        write_groups(tmp_path, 2, [[RolloutState(message=[], reward={"score": 1.0, "all": np.ones(2)})]])
 
 
 def test_missing_steps_are_named(tmp_path):

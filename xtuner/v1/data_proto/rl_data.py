@@ -211,11 +211,18 @@ class RolloutState(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """Every field that is not at its default, as JSON values; `model_validate` is the way back."""
-        out = self.model_dump(mode="json", exclude_defaults=True, exclude={"routed_experts"})
+        out = self.model_dump(mode="json", exclude_defaults=True, exclude={"routed_experts"}, fallback=_plain)
         if (experts := self.routed_experts) is not None:
             data = base64.b64encode(experts.astype("<i2").tobytes()).decode()
             out["routed_experts"] = {"shape": list(experts.shape), "int16": data}
         return out
+
+
+def _plain(value: Any) -> Any:
+    """A number as judges compute it, NumPy's, as Python's own."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"JSON cannot hold a {type(value).__name__}")
 
 
 _FAILURE_ORDER = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED)
