@@ -94,6 +94,15 @@ class TestExperiment:
         listed = json.loads((tmp_path / META_FILE).read_text())["exps"]
         assert {e["exp_dir"] for e in listed} == {str(p) for p in paths}
 
+    def test_a_new_run_is_the_newest_also_when_the_clock_went_back(self, tmp_path):
+        for name in ("29991025023000", "29991025023000-4"):
+            write_json(tmp_path / name / "checkpoints" / "ckpt-step-1" / "train_state.json", {})
+        new = Experiment(tmp_path, 3)
+        assert new.path.name == "29991025023000-5"
+        write_json(new.path / "checkpoints" / "ckpt-step-1" / "train_state.json", {})
+        new.close()
+        assert Experiment(tmp_path, 3, resume=True).path == new.path
+
     def test_two_runs_side_by_side_do_not_lose_each_other_s_entry(self, tmp_path):
         one, two = Experiment(tmp_path, 3), Experiment(tmp_path, 3)
         one.entry["cur_step"], two.entry["cur_step"] = 1, 2

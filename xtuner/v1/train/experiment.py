@@ -75,9 +75,11 @@ class Experiment:
     def _logs_of(self, run: Path) -> Path:
         return self._log_dir.absolute() / run.name if self._log_dir else run / "logs"
 
+    def _runs(self) -> list[Path]:
+        return [p for p in self.work_dir.iterdir() if p.is_dir() and _RUN_NAME.fullmatch(p.name)]
+
     def _newest(self, total_steps: int) -> Path | None:
-        runs = [p for p in self.work_dir.iterdir() if p.is_dir() and _RUN_NAME.fullmatch(p.name)]
-        if not runs:
+        if not (runs := self._runs()):
             get_logger().info(f"auto_resume: no run in {self.work_dir} yet, starting one.")
             return None
         newest = max(runs, key=_run_order)
@@ -91,9 +93,11 @@ class Experiment:
         return newest
 
     def _new_folder(self, prefix: str) -> Path:
-        stamp = prefix + datetime.now().strftime("%Y%m%d%H%M%S")
-        for suffix in ("", *(f"-{n}" for n in range(1, 100))):
-            path = self.work_dir / f"{stamp}{suffix}"
+        now = datetime.now().strftime("%Y%m%d%H%M%S")
+        # The newest run is known by its name, also where the clock went back (the end of summer time).
+        stamp, last = max([(now, -1), *map(_run_order, self._runs())])
+        for number in range(last + 1, last + 101):
+            path = self.work_dir / (f"{prefix}{stamp}-{number}" if number else f"{prefix}{stamp}")
             try:
                 path.mkdir()
                 return path
