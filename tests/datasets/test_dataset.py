@@ -102,6 +102,13 @@ def test_share_of_the_data(build, row, write_jsonl):
         build(path, sample_ratio=0.01)
 
 
+@pytest.mark.parametrize("ratio, told", [(1.0, True), (2.0, True), (0.5, False)])
+def test_head_of_the_data_without_a_fraction_to_take_is_told_of(build, row, write_jsonl, log, ratio, told):
+    """The field's name promises an order, which it does not give."""
+    build(write_jsonl([row("a"), row("b")]), sample_ratio=ratio, enable_sequential_sampler=True)
+    assert any("enable_sequential_sampler=True has no effect" in text for text in log) is told
+
+
 def test_folder_of_files(build, row, write_jsonl, tmp_path):
     write_jsonl([row("b1"), row("b2")], "data/b.jsonl")
     write_jsonl([], "data/a/empty.jsonl")

@@ -70,6 +70,7 @@ def test_what_rl_cannot_use_is_refused_by_name(fields):
         {"cache_tag": "x"},
         {"enable_mmap_shared": True},
         {"media_root": "/m"},
+        {"cache_dir": "/c", "use_cache": False},
         {"sample_ratio": 0.0},
         {"sample_ratio": float("nan")},
     ],

@@ -60,6 +60,8 @@ class DatasetConfig(XTunerConfig):
             },
             allowed={"media_root": None},
         )
+        if not self.use_cache and self.cache_dir is not None:
+            raise ValueError(f"cache_dir={str(self.cache_dir)!r} has no effect with use_cache=False; set one of them.")
         return self
 
     def build(self, tokenize_fn: RLTextTokenizeFn, seed: int = 0, pack_max_length: int | None = None) -> JsonlDataset:
@@ -69,6 +71,11 @@ class DatasetConfig(XTunerConfig):
         Raises FileNotFoundError for a wrong path, ValueError (with file and line) for rows that cannot be
         used and if no prompt is left.
         """
+        if self.enable_sequential_sampler and self.sample_ratio % 1 == 0:
+            get_logger().warning(
+                f"dataset {self.name!r}: enable_sequential_sampler=True has no effect with sample_ratio="
+                f"{self.sample_ratio:g}, which has no fraction to take from the head; training shuffles the prompts."
+            )
         root = cache_root(self.cache_dir) if self.use_cache else None
         paths = find_jsonl_files(Path(self.anno_path))
         indexed = [open_indexed(path, tokenize_fn, root, self.skip_bad_lines) for path in paths]
