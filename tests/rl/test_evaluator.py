@@ -177,6 +177,24 @@ def test_a_loop_of_one_s_own_gets_whole_groups(ten):
     assert {state.reward["score"] for state in result.states} == {4.0}
 
 
+class Drops(Compares):
+    async def generate_group(self, states):
+        return (await super().generate_group(states))[1:]
+
+
+class DropsConfig(SingleTurnAgentLoopConfig):
+    def build_local(self, rollout_controller, judger, tokenizer):
+        return Drops(rollout_controller, judger, tokenizer, self.sample_params)
+
+
+def test_a_loop_that_leaves_samples_out_cannot_shrink_the_denominator(ten):
+    task = make_task(ten, k=4, agent_loop_config=DropsConfig(hf_checkpoint="m"))
+    with pytest.raises(RuntimeError, match="each must be there once"):
+        evaluate(ScriptedController(), task)
+    with pytest.raises(RuntimeError, match="each must be there once"):
+        asyncio.run(make_manager(ScriptedController(), task).produce_batch(2, 1, 0))
+
+
 def test_errors_of_the_rollout_side_end_the_evaluation(ten):
     answer = lambda s: RuntimeError("all engines are dead") if number(s) == 3 else right(s)
     controller = ScriptedController(answer, delay=lambda s: 0 if number(s) == 3 else 60)

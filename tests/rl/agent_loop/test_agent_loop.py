@@ -12,6 +12,7 @@ from xtuner.v1.rl.agent_loop import (
     RouterAgentLoop,
     SingleTurnAgentLoop,
     SingleTurnAgentLoopConfig,
+    generate_all,
     is_trainable,
     untrainable_reason,
 )
@@ -67,6 +68,47 @@ def paid(states):
     for state in states:
         state.reward = {"score": 1.0}
     return states
+
+
+def test_a_batch_judge_that_doubles_a_sample_is_a_judge_error():
+    """One sample would be trained on twice, and another one not at all."""
+    group = generate(loop_of(ScriptedController(), BatchOnly(lambda s: paid([s[0], *s[:3]])), batch=True))
+    assert [state.rollout_id for state in group] == [12, 13, 14, 15]
+    assert all("returned rollouts [12, 12, 13, 14] for [12, 13, 14, 15]" in s.judge_error for s in group)
+    assert not any(is_trainable(state) for state in group)
+
+
+class Loses(SingleTurnAgentLoop):
+    async def generate_group(self, states):
+        return self.change(await super().generate_group(states))
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [(lambda g: g[:3], 15), (lambda g: [g[0], *g], 12), (lambda g: [], 12)]
+)
+def test_a_loop_that_loses_or_doubles_samples_is_an_error(change, wrong):
+    loop = Loses(ScriptedController(), judger_of(exact))
+    loop.change = change
+    with pytest.raises(RuntimeError, match=rf"for \[12, 13, 14, 15\]; each must be there once .*{wrong}.* are not"):
+        asyncio.run(generate_all(loop, group_of(4)))
+    loop.change = lambda group: group[::-1]
+    assert len(asyncio.run(generate_all(loop, group_of(4)))) == 4
+
+
+def test_a_loop_or_judger_that_forgets_to_return_is_told():
+    class Forgets(SingleTurnAgentLoop):
+        async def generate_sample(self, state):
+            await super().generate_sample(state)
+
+    with pytest.raises(TypeError, match="generate_sample must return the sample, not NoneType"):
+        generate(Forgets(ScriptedController(), judger_of(exact)))
+
+    class Silent(BatchOnly):
+        async def judge(self, state):
+            paid([state])
+
+    group = generate(loop_of(ScriptedController(), Silent(paid)))
+    assert all("judge must return the sample, not NoneType" in state.judge_error for state in group)
 
 
 def test_group_is_generated_with_the_tasks_parameters_and_judged():

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, Status, reset_response
-from xtuner.v1.rl.agent_loop import AgentLoop, reward_score
+from xtuner.v1.rl.agent_loop import AgentLoop, generate_all, reward_score
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
 from xtuner.v1.rl.judger.base import finite
@@ -128,7 +128,7 @@ class Evaluator:
 
     async def _generate(self) -> list[RolloutState]:
         jobs = self._jobs()
-        futures = [asyncio.create_task(loop.generate_group(group)) for loop, group in jobs]
+        futures = [asyncio.create_task(generate_all(loop, group)) for loop, group in jobs]
         try:
             await asyncio.wait(
                 futures, timeout=self._config.eval_timeout, return_when=asyncio.FIRST_EXCEPTION

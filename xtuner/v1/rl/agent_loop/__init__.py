@@ -1,6 +1,6 @@
 """Agent loops: from prompt to judged response."""
 
-from .base import AgentLoop, AgentLoopConfig, RolloutClient
+from .base import AgentLoop, AgentLoopConfig, RolloutClient, generate_all
 from .outcome import is_trainable, reward_score, untrainable_reason
 from .router import RouterAgentLoop
 from .single_turn import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
@@ -12,6 +12,7 @@ __all__ = [
     "RouterAgentLoop",
     "SingleTurnAgentLoop",
     "SingleTurnAgentLoopConfig",
+    "generate_all",
     "is_trainable",
     "reward_score",
     "untrainable_reason",

@@ -1,6 +1,8 @@
 """The base of agent loops: how the K samples of a group are generated and judged."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -57,7 +59,8 @@ class AgentLoop(ABC):
         """Generate one response in one or more requests. If it sets `reward`, the judger is not asked."""
 
     async def generate_group(self, states: list[RolloutState]) -> list[RolloutState]:
-        """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`."""
+        """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`. Where a
+        subclass writes it anew, each one that it is given must come back, once."""
         for state in states:
             state.sample_params = self.sample_params
         group = await run_all(self._generate_one(state) for state in states)
@@ -69,14 +72,20 @@ class AgentLoop(ABC):
 
     async def _generate_one(self, state: RolloutState) -> RolloutState:
         try:
-            state = await self.generate_sample(state)
+            done = await self.generate_sample(state)
+            if not isinstance(done, RolloutState):
+                raise TypeError(f"generate_sample must return the sample, not {type(done).__name__}")
         except Exception as error:
             error.add_note(f"in {type(self).__name__}, task {state.task_name}, rollout {state.rollout_id}")
             raise
+        state = done
         if self.judger is None or self.enable_batch_judge or not _is_unjudged(state):
             return state
         try:
-            return await self.judger.judge(state)
+            judged = await self.judger.judge(state)
+            if not isinstance(judged, RolloutState):
+                raise TypeError(f"judge must return the sample, not {type(judged).__name__}")
+            return judged
         except Exception as error:
             return _not_judged(state, error)
 
@@ -89,6 +98,8 @@ class AgentLoop(ABC):
             judged = await self.judger.batch_judge(list(waiting.values()))
             if len(judged) != len(waiting):
                 raise ValueError(f"batch_judge returned {len(judged)} samples for {len(waiting)}")
+            if _ids(judged) != _ids(waiting.values()):
+                raise ValueError(f"batch_judge returned rollouts {_ids(judged)} for {_ids(waiting.values())}")
         except Exception as error:
             judged = [_not_judged(state, error) for state in waiting.values()]
         by_index = dict(enumerate(group)) | dict(zip(waiting, judged, strict=True))
@@ -106,6 +117,27 @@ class AgentLoop(ABC):
         else:
             state.judge_error = f"the reward must hold a finite number `score`, got {state.reward!r}"
         state.reward = None
+
+
+async def generate_all(loop: AgentLoop, states: list[RolloutState]) -> list[RolloutState]:
+    """`loop.generate_group`. One that is not the base's may lose samples, which would then count nowhere.
+
+    Raises:
+        RuntimeError: a sample is missing, or is there twice.
+    """
+    given, task = _ids(states), states[0].task_name
+    group = await loop.generate_group(states)
+    found = Counter(_ids(group))
+    if wrong := [i for i in given if found[i] == 0] + [i for i, count in found.items() if count > 1]:
+        raise RuntimeError(
+            f"task {task!r}: generate_group returned the rollouts {_ids(group)} for {given}; each must be there once "
+            f"({wrong} are not), one that went wrong as FAILED."
+        )
+    return group
+
+
+def _ids(states: Iterable[RolloutState]) -> list[int | None]:
+    return [state.rollout_id for state in states]
 
 
 def _is_unjudged(state: RolloutState) -> bool:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import Status
-from xtuner.v1.rl.agent_loop import AgentLoop, is_trainable, untrainable_reason
+from xtuner.v1.rl.agent_loop import AgentLoop, generate_all, is_trainable, untrainable_reason
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
 from xtuner.v1.rl.replay_buffer import Group, ReplayBuffer
 from xtuner.v1.utils import get_logger
@@ -182,7 +182,7 @@ class SyncProduceStrategy:
 
     async def _generate(self, group: Group) -> tuple[Group, float]:
         start = time.perf_counter()
-        return await self._agent_loop.generate_group(group), time.perf_counter() - start
+        return await generate_all(self._agent_loop, group), time.perf_counter() - start
 
     def _wants_more(self, usable: int, batch_size: int) -> bool:
         if usable >= batch_size:
