@@ -4,11 +4,14 @@ import gc
 import json
 import logging
 import math
+import threading
+from typing import Any
 
 import pytest
 
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.rl.judger import JudgerConfig
 from xtuner.v1.utils import get_logger
 
 from .helpers import RESPONSE, close, config, fit, read_rows, spread, with_evaluation
@@ -80,6 +83,29 @@ def test_no_secret_reaches_the_run_folder(model, tmp_path, monkeypatch):
             assert SECRET.encode() not in path.read_bytes(), path
     env = json.loads((run.path / "logs" / "env.json").read_text())
     assert env["variables"]["XTUNER_LOG_LEVEL"] == "INFO" and env["versions"]["torch"]
+
+
+class Client:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __repr__(self):
+        return f"Client({SECRET})"
+
+
+class ClientJudgerConfig(JudgerConfig):
+    client: Any = None
+    rescale: Any = None
+
+
+def test_objects_in_a_configuration_of_one_s_own_are_named_in_the_run_folder(model, tmp_path):
+    """They are allowed, so they must not end the run at its first file."""
+    judger = ClientJudgerConfig(judger_name="mine", reward_handler=spread, client=Client(), rescale=spread)
+    run = fit(config(model, tmp_path, total_train_steps=1, task={"judger_config": judger}))
+    text = (run.path / "config.json").read_text()
+    said = json.loads(text)["agent_loop_manager_cfg"]["tasks"]["judger_config"]
+    assert said["client"].endswith("test_run.Client") and said["rescale"].endswith("helpers.spread")
+    assert SECRET not in text
 
 
 def test_the_engine_has_the_new_weights_after_every_step(model, tmp_path):

@@ -25,7 +25,7 @@ from .checkpoints import expect_files, read_state, refuse_done, saving, write_st
 from .checks import epoch_steps, measured_problems
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
-from .experiment import Experiment
+from .experiment import Experiment, name_of
 from .progress import Progress, StepTimer
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, write_trajectories
@@ -361,7 +361,7 @@ class RLColocateTrainer:
         self.finished = all_trained or self.experiment.last_step >= self.total_steps
         if self.finished:
             return
-        self.experiment.describe(cfg.model_dump(mode="json"))
+        self.experiment.describe(cfg.model_dump(mode="json", fallback=name_of))
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)

@@ -193,6 +193,12 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def name_of(value: Any) -> str:
+    """For an object of the user's own in a configuration: its name alone, as its text may hold a secret."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def without_secrets(value: Any, name: str = "") -> Any:
     """A copy in which text under names such as `api_key` is hidden."""
     if isinstance(value, dict):
