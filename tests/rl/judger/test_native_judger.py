@@ -82,6 +82,7 @@ def test_numbers_of_all_kinds_are_scores(output, score, sample):
         ("1.0", "must be a number, not '1.0'"),
         ({"score": float("nan")}, "finite"),
         (float("-inf"), "finite"),
+        (-1.7e308, "finite, in float32 too"),
         ({"score": 10**400}, "OverflowError"),
         ([1.0], "must be a number"),
     ],

@@ -1,7 +1,6 @@
 """What every judger keeps: a sample comes back with a reward or with the reason why it has none."""
 
 import asyncio
-import math
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
@@ -14,6 +13,8 @@ from xtuner.v1.data_proto import RolloutState, Status
 
 _LIBRARIES = (str(Path(__file__).parent), *sysconfig.get_paths().values(), "<")
 _MAX_REASON = 500
+_LARGEST = 3.4028234663852886e38
+"""In float32."""
 
 
 class JudgeError(Exception):
@@ -95,18 +96,18 @@ def reward_from(output: Any) -> dict[str, Any]:
             score = score.item()
         if not isinstance(score, Real):
             raise JudgeError(f"the score must be a number, not {score!r:.80} ({type(score).__name__})")
-    if not math.isfinite(score):
-        raise JudgeError(f"the score is {float(score)}; it must be finite")
+    if finite(score) is None:
+        raise JudgeError(f"the score is {float(score)}; it must be finite, in float32 too")
     return {**output, "score": float(score)}
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float; None if it is no finite number."""
+    """`value` as a float; None if it is no finite number, or beyond float32, in which advantages are."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _LARGEST else None
 
 
 def describe(error: Exception) -> str:
