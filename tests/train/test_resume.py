@@ -259,6 +259,10 @@ def test_a_checkpoint_behind_which_no_step_is_left_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="is of step 2, so that none of 2 train steps is left"):
         config(model, tmp_path, total_train_steps=2, load_checkpoint_cfg=named).build()
     assert list((tmp_path / "runs").glob("2*")) == [first.path]
+    fields = dict(total_train_steps=2, load_checkpoint_cfg=named, auto_resume=True, work_dir=tmp_path / "other")
+    with pytest.raises(ValueError, match="is of step 2, so that none of 2 train steps is left"):
+        config(model, tmp_path, **fields).build()
+    assert fit(config(model, tmp_path, **(fields | {"work_dir": tmp_path / "runs"}))).last == {}, "its own run is done"
 
 
 def test_a_schedule_that_starts_again_ends_with_the_run(model, tmp_path):

@@ -360,6 +360,8 @@ class RLColocateTrainer:
         all_trained = self.cur_step >= self.total_steps and self.unlogged is None
         self.finished = all_trained or self.experiment.last_step >= self.total_steps
         if self.finished:
+            if named is not None and not self.experiment.resumed:
+                refuse_done(Path(named), self.total_steps)
             return
         self.experiment.describe(cfg.model_dump(mode="json", fallback=name_of))
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
