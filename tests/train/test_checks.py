@@ -337,6 +337,22 @@ def test_an_interval_that_is_never_over_is_a_doubt(model, tmp_path, length, monk
     assert said[1].startswith("checkpoint_interval=4 is more than the run's 3 train steps: no checkpoint is saved.")
 
 
+@pytest.mark.parametrize(
+    "fields, doubt",
+    [
+        ({"auto_resume": True}, "auto_resume=True, but checkpoint_interval=-1 saves no checkpoint"),
+        ({"checkpoint_maxkeep": 2}, "checkpoint_maxkeep=2, but checkpoint_interval=-1 saves no checkpoint"),
+        ({"auto_resume": True, "checkpoint_maxkeep": 2, "checkpoint_interval": 1}, None),
+        ({}, None),
+    ],
+)
+def test_to_resume_without_checkpoints_is_a_doubt(model, tmp_path, fields, doubt, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    assert problems_of(model, tmp_path, **fields) == ""
+    assert [text.partition(":")[0] for text in said] == ([doubt] if doubt else [])
+
+
 # ---------------------------------------------------------------- by the data
 
 

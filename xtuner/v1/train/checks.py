@@ -114,7 +114,7 @@ def epoch_steps(cfg: "RLColocateTrainerConfig", prompts: int) -> int:
 
 
 def _warn_of_intervals(cfg: "RLColocateTrainerConfig", steps: int) -> None:
-    """An interval that is longer than the run is never over."""
+    """An interval that is longer than the run is never over; without one there is nothing to resume from."""
     of_evaluation = cfg.evaluate_step if cfg.enable_evaluate and not cfg.enable_initial_evaluate else 0
     for name, interval, what in (
         ("evaluate_step", of_evaluation, "nothing is evaluated"),
@@ -122,6 +122,13 @@ def _warn_of_intervals(cfg: "RLColocateTrainerConfig", steps: int) -> None:
     ):
         if interval > steps:
             get_logger().warning(f"{name}={interval} is more than the run's {steps} train steps: {what}. Lower it.")
+    kept = cfg.checkpoint_maxkeep not in (None, -1)
+    if cfg.checkpoint_interval in (None, -1) and (cfg.auto_resume or kept):
+        asked = f"checkpoint_maxkeep={cfg.checkpoint_maxkeep}" if kept else "auto_resume=True"
+        get_logger().warning(
+            f"{asked}, but checkpoint_interval={cfg.checkpoint_interval} saves no checkpoint: a run that breaks begins "
+            "anew. Set checkpoint_interval."
+        )
 
 
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
