@@ -219,7 +219,7 @@ def test_a_trajectory_is_kept_of_a_judger_s_words_that_are_no_text_and_a_reward_
     write_trajectories(path := tmp_path / "train_rollout_1.jsonl", [group])
     summary, *rows = read_rows(path)
     assert (summary["total_len"], summary["reward_mean"], summary["reward_max"]) == (8, 0.5, 1.0)
-    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.5, None, None, None, "none", None]
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.5, None, None, None, None, None]
     assert rows[0]["reward_payload"]["score"] == 1.0 and "good \\ud83d" in rows[0]["reward_payload"]["as_text"]
     assert "xff" in rows[1]["reward_payload"]["as_text"] and rows[7]["error_msg"] == "half \\ud83d"
 

@@ -158,7 +158,7 @@ def _trajectory(
         "prompt": state.message,
         "label": (state.reward_model or {}).get("ground_truth"),
         "response": state.response,
-        "reward": reward.get("score"),
+        "reward": finite(reward.get("score")),
         "advantage": state.advantage,
         "prompt_len": len(state.prompt_ids or []),
         "response_len": len(state.response_ids or []),
