@@ -12,6 +12,7 @@ from xtuner.v1.data_proto.packed import SegmentLayout
 from .attention_tiles import query_tiles
 from .flash_attention import FlashAttention, _PackedFlash
 from .hopper_attention import HopperAttention, _aligned, _Attention
+from .put import put
 
 if TYPE_CHECKING:
     from .paged_attention import PagedRows, SharedPages
@@ -29,7 +30,7 @@ class ExactPackedAttention:
     def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
         self._layout, self._device = layout, device
         tiles, _ = query_tiles(layout, _ROWS, 64)
-        self._tiles = torch.from_numpy(tiles).pin_memory().to(device, non_blocking=True)
+        self._tiles = put(tiles, device)
 
     def attend(
         self,

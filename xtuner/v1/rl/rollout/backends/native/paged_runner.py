@@ -12,7 +12,7 @@ from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.moe_model import MoEModel
 from xtuner.v1.ops.expert_pages import store_experts
 from xtuner.v1.ops.paged_attention import PagedRows, SharedPages
-from xtuner.v1.ops.put import put
+from xtuner.v1.ops.put import put, put_into
 from xtuner.v1.ops.sampling import MAX_ALTERNATIVES, Drawn
 
 from .cache import Prompt
@@ -67,8 +67,8 @@ class SlotState(DrawState):
         if saved < _WORTH_SHARING * cache.counts[: cache.running].sum():
             return False
         self.members.fill_(-1)
-        _upload(self.members, members)
-        _upload(self.shared_pages, shared)
+        put_into(self.members, members)
+        put_into(self.shared_pages, shared)
         return True
 
 
@@ -206,7 +206,7 @@ class PagedRunner:
             penalties |= state.counts is not None
             self._renew_state(max(state.num_stop_ids, stop_ids.shape[1]), penalties)
         if cache.changed:
-            _upload(self._state.tables, cache.tables[: cache.running])
+            put_into(self._state.tables, cache.tables[: cache.running])
         if self._stale or cache.recomposed:
             self._state.load(rows, scheduler.tokens(), stop_ids, ahead)
         if cache.recomposed:
@@ -296,8 +296,3 @@ def _splits(programs: int) -> int:
     while splits < _MAX_SPLITS and programs * splits < _PROGRAMS:
         splits *= 2
     return splits
-
-
-def _upload(target: Tensor, values: np.ndarray) -> None:
-    source = torch.from_numpy(np.ascontiguousarray(values)).to(target.dtype)
-    target[: len(values)].copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xtuner.v1.ops.paged_attention import TILE, PagedRows
+from xtuner.v1.ops.put import put_into
 
 from .cache import Prompt
 from .graphs import captured
@@ -67,9 +68,8 @@ class PrefillGraph:
     def __call__(self, prompts: Sequence[Prompt], hidden_states: HiddenStates) -> Tensor:
         """Hidden states [size, H], which the next call overwrites."""
         longs, ints = self.inputs(prompts)
-        for target, values in ((self._longs, longs), (self._ints, ints)):
-            source = torch.from_numpy(values)
-            target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+        put_into(self._longs, longs)
+        put_into(self._ints, ints)
         if self._replay is None:
             forward = partial(hidden_states, self._longs[0], self._longs[1], self._context)
             if self._pool is None:
