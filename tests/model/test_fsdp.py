@@ -74,8 +74,11 @@ def _two_ranks(rank: int, port_file: str) -> None:
     weights = dict(export_hf_tensors(plain, torch.float32))
     for name, tensor in weights.items():
         load_hf_tensor(sharded, name, tensor)
-    exported = dict(export_hf_tensors(sharded, torch.float32))
-    assert all(torch.equal(weights[name], exported[name]) for name in weights)
+    for dtype in (torch.float32, torch.bfloat16):
+        for at_once in (0, 10_000, 1 << 30):
+            exported = dict(export_hf_tensors(sharded, dtype, at_once))
+            assert list(exported) == list(weights)
+            assert all(torch.equal(weights[name].to(dtype), exported[name]) for name in weights)
     again = _shard(tiny_config().build("meta"), mesh).to_empty(device="cpu")
     again.init_weights(0, std=0.2)
     assert all(torch.equal(a.full_tensor(), b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))

@@ -28,7 +28,8 @@ class WeightSource:
     def buckets(self, bucket_bytes: int, dtype: torch.dtype, cast: bool = True) -> Iterator[WeightBucket]:
         """See `TrainEngine.weight_buckets`."""
         if cast or self._own is None:
-            yield from _ahead(_group(export_hf_tensors(self._model, dtype), None, bucket_bytes), self._device)
+            tensors = export_hf_tensors(self._model, dtype, bucket_bytes)
+            yield from _ahead(_group(tensors, None, bucket_bytes), self._device)
         else:
             for tensors, kept in zip(self._own, (dtype, None), strict=True):
                 yield from _group(tensors.items(), kept, bucket_bytes)

@@ -3,13 +3,16 @@
 Known from the tensor's placements alone: mesh dimensions cut one after the other, each as `torch.chunk` does.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from xtuner.v1.ops.copy_all import copy_all
 
 from .row_order import RowOrder
 
@@ -58,12 +61,29 @@ def local_pieces(tensor: Tensor, order: RowOrder | None = None, values: Tensor |
 
 def gather_whole(tensor: Tensor, order: RowOrder | None = None) -> Tensor:
     """All of a tensor, on every rank; collective if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    whole = tensor.to_local()
-    for mesh_dim, dim, size in reversed(_cuts(tensor)):
-        whole = _join(whole, dim, size, tensor.device_mesh.get_group(mesh_dim))
-    return whole if order is None else order.restore(whole)
+    return gather_all([(tensor, tensor.dtype, order)])[0]
+
+
+@torch.no_grad()
+def gather_all(tensors: Sequence[tuple[Tensor, torch.dtype, RowOrder | None]]) -> list[Tensor]:
+    """All of each of n tensors, in the type beside it, on every rank; collective if any is sharded.
+
+    What is cut over the same ranks travels in one exchange, after the cast: 2n exchanges of some kilobytes would cost
+    their starts.
+    """
+    wholes = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor, _, _ in tensors]
+    cuts = [_cuts(tensor) if isinstance(tensor, DTensor) else [] for tensor, _, _ in tensors]
+    while any(cuts):
+        joins: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
+        for i, (tensor, dtype, _) in enumerate(tensors):
+            if cuts[i]:
+                joins.setdefault((tensor.device_mesh.get_group(cuts[i][-1].mesh_dim), dtype), []).append(i)
+        for (group, dtype), places in joins.items():
+            joined = _join([(wholes[i], cuts[i].pop()) for i in places], dtype, group)
+            for i, whole in zip(places, joined, strict=True):
+                wholes[i] = whole
+    cast = [whole.to(dtype) for whole, (_, dtype, _) in zip(wholes, tensors, strict=True)]
+    return [w if order is None else order.restore(w) for w, (_, _, order) in zip(cast, tensors, strict=True)]
 
 
 def _cuts(tensor: DTensor) -> list[_Cut]:
@@ -88,14 +108,22 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return first, min(most, size - first)
 
 
-def _join(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks of the group, one behind the other along `dim`."""
+def _join(parts: list[tuple[Tensor, _Cut]], dtype: torch.dtype, group: dist.ProcessGroup) -> list[Tensor]:
+    """Of each tensor the parts of all ranks of the group, one behind the other along the dimension of its cut."""
     ranks = group.size()
-    rows = part.movedim(dim, 0)
-    most = -(-size // ranks)
-    if rows.shape[0] < most:
-        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, most - rows.shape[0]))
-    joined = rows.new_empty(ranks * most, *rows.shape[1:])
-    with torch.no_grad():
-        _all_gather(joined, rows.contiguous(), group=group)
-    return joined[:size].movedim(0, dim)
+    rows = [part.movedim(cut.dim, 0) for part, cut in parts]
+    shapes = [(-(-cut.size // ranks), *own.shape[1:]) for own, (_, cut) in zip(rows, parts, strict=True)]
+    counts = [math.prod(shape) for shape in shapes]
+    sent = torch.empty(sum(counts), dtype=dtype, device=rows[0].device)
+    slots = [slot.view(shape)[: len(own)] for slot, shape, own in zip(sent.split(counts), shapes, rows, strict=True)]
+    copy_all(slots, rows)  # a part with fewer rows leaves the end of its slot as it is: nobody reads that
+    received = sent.new_empty(ranks, sent.numel())
+    _all_gather(received.view(-1), sent, group=group)
+    wholes = [received]
+    if len(parts) > 1:
+        wholes = [sent.new_empty(ranks, count) for count in counts]
+        torch.split_with_sizes_copy(received, counts, dim=1, out=wholes)
+    return [
+        whole.view(-1, *shape[1:])[: cut.size].movedim(0, cut.dim)
+        for whole, shape, (_, cut) in zip(wholes, shapes, parts, strict=True)
+    ]

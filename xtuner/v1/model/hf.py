@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from xtuner.v1.config import parse_dtype
 from xtuner.v1.utils import get_logger
 
-from .blocks import gather_whole, local_pieces
+from .blocks import gather_all, local_pieces
 from .config import DenseModelConfig
 from .dense import DecoderModel, ParamSlice
 from .hf_config import to_hf_config
@@ -184,29 +184,51 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
     return parse_dtype(named) if named else next(iter_hf_tensors(path))[1].dtype
 
 
-def export_hf_tensors(model: DecoderModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def export_hf_tensors(model: DecoderModel, dtype: torch.dtype, at_once: int = 0) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor in `dtype`) of all parameters, on the model's device; adapters are merged into theirs.
 
-    Collective for a sharded model: every rank iterates to the end. One parameter is gathered at a time.
+    Collective for a sharded model: every rank iterates to the end. As many parameters are gathered together as make up
+    `at_once` bytes, or one that is larger.
     """
     by_param: dict[str, list[str]] = {}
     for name, place in model.hf_params.items():
         by_param.setdefault(place.param, []).append(name)
-    for param_name, names in by_param.items():
-        layer, _, leaf = param_name.rpartition(".")
+    for params in _batches(model, list(by_param), dtype, at_once):
+        for param, full in zip(params, _wholes(model, params, dtype), strict=True):
+            for name in by_param[param]:
+                place = model.hf_params[name]
+                rows = full[place.start : place.end]
+                yield name, rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
+
+
+def _batches(model: DecoderModel, params: list[str], dtype: torch.dtype, at_once: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for name in params:
+        num_bytes = model.get_parameter(name).numel() * dtype.itemsize
+        if batch and size + num_bytes > at_once:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += num_bytes
+    if batch:
+        yield batch
+
+
+def _wholes(model: DecoderModel, params: list[str], dtype: torch.dtype) -> list[Tensor]:
+    """These parameters whole, in `dtype` but for those that stay float32."""
+    wholes: dict[str, Tensor] = {}
+    rest = {}
+    for name in params:
+        layer, _, leaf = name.rpartition(".")
         module = model.get_submodule(layer)
         if isinstance(module, LoRALinear) and leaf == "weight":
-            full = module.merged_weight(dtype)
+            wholes[name] = module.merged_weight(dtype)
         else:
-            # Cast before the gather: half the bytes travel.
-            wanted = torch.float32 if param_name in model.float32_names else dtype
-            param = module.get_parameter(leaf).detach()
-            param = param if param.dtype == wanted else param.to(wanted)
-            full = gather_whole(param, model.row_orders.get(param_name))
-        for name in names:
-            place = model.hf_params[name]
-            rows = full[place.start : place.end]
-            yield name, rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
+            kept = torch.float32 if name in model.float32_names else dtype
+            rest[name] = (module.get_parameter(leaf).detach(), kept, model.row_orders.get(name))
+    wholes.update(zip(rest, gather_all(list(rest.values())), strict=True))
+    return [wholes[name] for name in params]
 
 
 def weight_views(model: DecoderModel) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.engine.placement import local_part
-from xtuner.v1.model.blocks import gather_whole
+from xtuner.v1.model.blocks import gather_all
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import places_of_rows
 from xtuner.v1.rl.weight_update.inventory import Inventory
@@ -69,10 +69,8 @@ class _CutInventory(Inventory):
 
     def values(self, names: list[str]) -> list[Tensor]:
         """Collective: the parts of all ranks, put together."""
-        values = []
-        for name in names:
-            place = self._model.hf_params[name]
-            param = self._model.get_parameter(place.param).detach()
-            whole = gather_whole(param, self._model.row_orders.get(place.param))
-            values.append(whole[place.start : place.end])
-        return values
+        places = [self._model.hf_params[name] for name in names]
+        params = {place.param: self._model.get_parameter(place.param).detach() for place in places}
+        wanted = [(param, param.dtype, self._model.row_orders.get(name)) for name, param in params.items()]
+        wholes = dict(zip(params, gather_all(wanted), strict=True))
+        return [wholes[place.param][place.start : place.end] for place in places]
