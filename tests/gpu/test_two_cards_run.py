@@ -42,7 +42,9 @@ def test_three_steps_on_two_cards_are_those_of_one(config, mode):
     are 1e-4 apart, so a few of them round otherwise: in the second step log-probs differ in the third digit and a
     draw now and then. The third step's weights come from other draws; what is left to compare are means.
 
-    Fast mode: products of other sizes are rounded otherwise from the first step on.
+    Fast mode: products of other sizes are rounded otherwise from the first step on, so half of the second step's
+    answers part at some token. The update by them is another one, and one update moves log-probs by several tenths:
+    of the third step only the means of rewards and losses are compared.
     """
     from two_cards import Cards, CommandLineRun, comparison, show
 
@@ -67,11 +69,16 @@ def test_three_steps_on_two_cards_are_those_of_one(config, mode):
         assert first["grad_norm"][1] == pytest.approx(first["grad_norm"][0], rel=1e-3)
         assert second["same_responses"] > 0.7 and second["same_rewards"] > 0.98
         assert second["loss"][1] == pytest.approx(second["loss"][0], abs=0.01)
-    for step in steps:
+    if mode == "fast":
+        assert first["same_responses"] > 0.5 and first["same_rewards"] > 0.98 and second["same_rewards"] > 0.9
+        assert first["loss"][1] == pytest.approx(first["loss"][0], abs=1e-3)
+        assert first["grad_norm"][1] == pytest.approx(first["grad_norm"][0], rel=0.02)
+    for step in steps[: 2 if mode == "fast" else STEPS]:
         assert step["logprob_gap"] < 0.02
+        assert step["grad_norm"][1] == pytest.approx(step["grad_norm"][0], rel=0.5)
+    for step in steps:
         assert step["reward"][1] == pytest.approx(step["reward"][0], abs=0.1)  # of 320: a standard error is 0.03
         assert step["loss"][1] == pytest.approx(step["loss"][0], abs=0.15)  # 0.06
-        assert step["grad_norm"][1] == pytest.approx(step["grad_norm"][0], rel=0.5)
     assert one.rows[-1]["mismatch/mismatch_logprob_abs_diff"] == pytest.approx(
         two.rows[-1]["mismatch/mismatch_logprob_abs_diff"], abs=0.01
     )
