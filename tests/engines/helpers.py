@@ -84,8 +84,9 @@ def logprobs_of(folder: Path, prompt: list[int], output: GenerateOutput, tempera
 
 
 def prompt(seed: int, length: int = 11) -> list[int]:
+    """Begins with the token that pads, which is one like the others."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 384, (length,), generator=generator).tolist()
+    return [0, *torch.randint(3, 384, (length - 1,), generator=generator).tolist()]
 
 
 def request(number: int = 0, ids: list[int] | None = None, seed: int | None = None, **params: Any) -> GenerateRequest:

@@ -29,8 +29,5 @@ class HostWindow:
     def fence(self) -> dict[str, Any]:
         return {}
 
-    def fill(self) -> None:
-        pass
-
-    def wait(self) -> None:
+    def flush(self) -> None:
         pass

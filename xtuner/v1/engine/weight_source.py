@@ -29,10 +29,15 @@ class WeightSource:
         """See `TrainEngine.weight_buckets`."""
         if cast or self._own is None:
             tensors = export_hf_tensors(self._model, dtype, bucket_bytes)
-            yield from _ahead(_group(tensors, None, bucket_bytes), self._device)
+            yield from _ahead(_group(tensors, None, bucket_bytes), self._lane, self._device)
         else:
             for tensors, kept in zip(self._own, (dtype, None), strict=True):
                 yield from _group(tensors.items(), kept, bucket_bytes)
+
+    @cached_property
+    def _lane(self) -> Lane:
+        """One for all updates: memory that was freed on a stream serves that stream alone."""
+        return Lane(self._device)
 
     @cached_property
     def _own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
@@ -68,12 +73,11 @@ def _group(
         yield bucket
 
 
-def _ahead(buckets: Iterator[WeightBucket], device: torch.device) -> Iterator[WeightBucket]:
+def _ahead(buckets: Iterator[WeightBucket], lane: Lane, device: torch.device) -> Iterator[WeightBucket]:
     """The same, on a GPU each gathered while the one before is in use."""
     if device.type != "cuda":
         yield from buckets
         return
-    lane = Lane(device)
 
     def fetch() -> tuple[WeightBucket | None, torch.cuda.Event | None]:
         lane.wait(mark(device))  # it takes the memory of buckets that the computing stream may still read

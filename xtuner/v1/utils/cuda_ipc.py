@@ -11,11 +11,12 @@ from torch import Tensor
 
 from .stable_memory import Span, driver_call
 
+HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 def export_memory(tensor: Tensor) -> tuple[bytes, int]:

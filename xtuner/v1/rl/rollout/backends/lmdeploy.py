@@ -1,5 +1,6 @@
 """LMDeploy's PyTorch engine behind its own server."""
 
+import json
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ class LMDeployEngine(ServedEngine):
         c = self.config
         prefill = () if c.max_prefill_token_num is None else ("--max-prefill-token-num", str(c.max_prefill_token_num))
         empty = ("--empty-init",) if c.skip_load_weights else ()
-        head = ("--hf-overrides", '{"fp32_lm_head": true}') if c.fp32_lm_head else ()
+        # It would put zeros in the place of the padding token's weights, which nobody else does.
+        changed = {"pad_token_id": None} | ({"fp32_lm_head": True} if c.fp32_lm_head else {})
         return [
             str(_LAUNCH), "serve", "api_server", str(self.model_path), "--backend", "pytorch",
             "--server-name", "127.0.0.1", "--server-port", str(port), "--model-name", self.model_name,
@@ -51,7 +53,8 @@ class LMDeployEngine(ServedEngine):
             "--max-batch-size", str(self.max_batch_size), "--cache-max-entry-count", f"{self._cache_share():.4f}",
             "--logprobs-mode", "raw_logprobs", "--enable-abort-handling", "--generation-config", "lmdeploy",
             "--distributed-executor-backend", "ray",  # the only one that takes weights
-            "--disable-fastapi-docs", "--disable-metrics", *empty, *prefill, *head, *self.options.argv(),
+            "--hf-overrides", json.dumps(changed), "--disable-fastapi-docs", "--disable-metrics",
+            *empty, *prefill, *self.options.argv(),
         ]  # fmt: skip
 
     def environment(self, key: str) -> dict[str, str]:

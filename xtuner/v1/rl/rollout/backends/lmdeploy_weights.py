@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.storage import TypedStorage
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.rl.weight_update import WeightUpdateError
 from xtuner.v1.rl.weight_update.flat import Place, lay_out, pack
+from xtuner.v1.utils.cuda_ipc import HANDLE_BYTES, export_memory
 
 from .carriers import Carrier
 from .server import EngineServer, ServerError, ServerRefused
@@ -47,41 +50,66 @@ class Window(Protocol):
         ...
 
     def fence(self) -> dict[str, Any]:
-        """What tells the server when it may read, in LMDeploy's words."""
+        """What a message needs so that it is taken only when all that came before it has been read."""
         ...
 
-    def fill(self) -> None:
-        """To be called when all is written: the server reads after that."""
-        ...
-
-    def wait(self) -> None:
-        """Until the server has read what it was asked to."""
+    def flush(self) -> None:
+        """Return when what was written is there for the server."""
         ...
 
 
 class CudaWindow:
-    """Memory of the GPU that both processes use, and an event that both know."""
+    """Memory of the GPU that both processes use.
+
+    Torch's own way to hand it over shares events and counts of references too: those of a server that is gone keep the
+    memory, and the next server cannot open what it is given.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        self._event = torch.cuda.Event(interprocess=True)
+        try:
+            self._handle, self._offset = export_memory(self.memory)
+        except MemoryError as error:
+            raise WeightUpdateError(
+                f"memory of the GPU cannot be shared with the engine's process ({error}) Leave expandable_segments out "
+                "of PYTORCH_CUDA_ALLOC_CONF."
+            ) from None
 
     def handle(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        return reduce_tensor(self.memory.view(dtype))
+        values, (_, prefix, *count) = self.memory.view(dtype), _torchs_own()
+        how = (torch.Tensor, values.shape, values.stride(), 0, TypedStorage, dtype)
+        where = (0, prefix + self._handle, self.memory.numel(), self._offset)
+        return rebuild_cuda_tensor, (*how, *where, False, *count, b"", False)
 
     def fence(self) -> dict[str, Any]:
-        return {"event_ipc_handle": self._event.ipc_handle()}
+        return {"before": _AllIsDone()}
 
-    def fill(self) -> None:
-        self._event.record()
+    def flush(self) -> None:
+        torch.cuda.current_stream().synchronize()
 
-    def wait(self) -> None:
-        """The server records the event anew, behind its reads."""
-        self._event.synchronize()
+
+@functools.cache
+def _torchs_own() -> tuple[torch.UntypedStorage, bytes, bytes, int]:
+    """(a byte, what torch writes in front of a driver's handle, a count of references and its place) of a byte that is
+    never opened: its count may be lowered."""
+    byte = torch.empty(1, dtype=torch.uint8, device="cuda").untyped_storage()
+    _, handle, _, _, count, place, _, _ = byte._share_cuda_()
+    return byte, handle[:-HANDLE_BYTES], count, place
+
+
+class _AllIsDone:
+    """Waits, where it is unpickled, for the device."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return torch.cuda.synchronize, ()
 
 
 class BucketCarrier(Carrier):
-    """A call of /update_weights for each bucket and type, and one that ends them. Nothing is kept."""
+    """A call of /update_weights for each bucket and type, and one that ends them. Nothing is kept.
+
+    The server answers before it has read a bucket, and reads all before it takes the next one: of two windows in turn
+    the one is filled while it reads from the other.
+    """
 
     def __init__(self, engine: TakesBuckets, window: Callable[[int], Window] = CudaWindow) -> None:
         self._engine, self._new_window = engine, window
@@ -89,23 +117,20 @@ class BucketCarrier(Carrier):
 
     async def bring(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._brought = True
-        window, known = None, None
+        windows: list[Window | None] = [None, None]
         try:
             await self._engine.ready_for_weights()
-            for bucket in buckets:
+            for number, bucket in enumerate(buckets):
                 places, size = lay_out(bucket)
+                window = windows[number % 2]
                 if window is None or window.memory.numel() < size:
-                    window, known = self._new_window(size), None
+                    window = windows[number % 2] = self._new_window(size)
                 pack(bucket, places, window.memory)
-                window.fill()
+                window.flush()
                 for dtype in dict.fromkeys(place.dtype for place in places):
-                    message: dict[str, Any] = {"metadata": [_entry(place) for place in places if place.dtype == dtype]}
-                    if dtype != known:  # the server remembers the rest
-                        message |= {"flattened_tensor": window.handle(dtype), "require_clone": False}
-                        message |= window.fence() if known is None else {}
-                        known = dtype
-                    await self._post(message)
-                window.wait()
+                    entries = [_entry(place) for place in places if place.dtype == dtype]
+                    where = {"flattened_tensor": window.handle(dtype), "require_clone": False}
+                    await self._post({"metadata": entries} | where | window.fence())
             await self._post({"metadata": []}, finished=True)
             await self._engine.has_weights()
         except ServerError as error:

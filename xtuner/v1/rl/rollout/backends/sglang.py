@@ -30,6 +30,10 @@ _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
 
 
+_STATE = "/server_info"
+"""Asks the engine, between two of its steps."""
+
+
 class SGLangEngine(ServedEngine):
     """Log-probs are after temperature and before top-k and top-p. It draws by a request's seed only with
     `sglang_enable_deterministic_inference=True`; without that its draws depend on what else is in the batch."""
@@ -66,6 +70,12 @@ class SGLangEngine(ServedEngine):
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of what was drawn from, whatever the run's shell says
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which is never used
         }  # fmt: skip
+
+    async def _start_server(self) -> None:
+        await super()._start_server()
+        # /health would do, but sleeps for a second before it looks whether the engine has answered.
+        told = await self.server.answers(_STATE, timeout=CALL_S)
+        self.health_path = _STATE if told else "/health"
 
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
         alternatives = request.params.top_logprobs if request.params.top_logprobs > 1 else 0
@@ -182,7 +192,7 @@ class SGLangEngine(ServedEngine):
             return by_module(found, keys, self.dtype)
 
     async def release(self, tags: set[MemoryTag]) -> None:
-        await self.until_idle()  # the token of a health check may be on its way: it would not survive that
+        await self.until_idle()
         await self.server.manage("/release_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
 
     async def resume(self, tags: set[MemoryTag]) -> None:

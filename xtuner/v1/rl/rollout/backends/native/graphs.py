@@ -1,5 +1,6 @@
 """CUDA graphs."""
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] |
 
     `run` is called twice: the first time compiles kernels, and does its work.
     """
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()
@@ -28,3 +29,9 @@ def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] |
         return result
 
     return replay
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all first runs: memory that was freed on a stream serves that stream alone."""
+    return torch.cuda.Stream(device)
