@@ -29,6 +29,8 @@ class RolloutWorker:
     controller because controllers are copied into other processes, and all of them must see the same.
     """
 
+    frequent_calls = frozenset({"generate"})
+
     def __init__(
         self, config: RolloutConfig, rank: int, device: str, num_ranks: int = 1, address: tuple[str, int] | None = None
     ):

@@ -9,7 +9,11 @@ class WorkerLostError(RuntimeError):
 
 
 class Handle(Protocol):
-    """A worker that may be in this process or in another. Handles can be sent to other workers."""
+    """A worker that may be in this process or in another. Handles can be sent to other workers.
+
+    A worker's class may name async methods in `frequent_calls` that are called by the thousand: many of them go in one
+    message. What they give must survive pickling, or all calls of the message fail.
+    """
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `worker.method(*args, **kwargs)`, plain or async; return its result or raise its exception."""

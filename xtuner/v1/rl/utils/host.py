@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from .courier import Desk, Order, Result
+
 _OBJECTS: dict[str, Any] = {}
 
 
@@ -81,6 +83,7 @@ class Host:
 
             torch.set_num_threads(num_threads)
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._desks: dict[str, Desk] = {}
 
     async def create(self, name: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Construct `cls(*args, **kwargs)` and register it as `name`."""
@@ -101,6 +104,12 @@ class Host:
             return Outcome(await result if inspect.isawaitable(result) else result)
         except Exception as error:
             return Outcome.failed(error)
+
+    async def exchange(self, caller: str, orders: list[Order]) -> list[Result]:
+        """See `courier.Desk`; what is ordered are arguments of `call`."""
+        if caller not in self._desks:
+            self._desks[caller] = Desk(self.call)
+        return await self._desks[caller].exchange(orders)
 
     async def run(self, function: Callable[[], Any]) -> Outcome:
         """Run a plain function on the event loop's thread."""

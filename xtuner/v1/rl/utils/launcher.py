@@ -19,6 +19,7 @@ import torch
 
 from xtuner.v1.utils import get_logger
 
+from .courier import Courier
 from .handles import Handle, LocalHandle, WorkerLostError
 from .host import Host, Outcome, register, unregister
 from .resources import AcceleratorResourcesConfig, CPUResourcesConfig
@@ -114,22 +115,33 @@ class LocalLauncher:
 class RayHandle:
     """A worker in a host actor. A cancelled call is cancelled there too. Numpy arrays come back read-only."""
 
-    def __init__(self, actor: Any, name: str):
-        self.actor = actor
-        self.name = name
+    def __init__(self, actor: Any, name: str, frequent: frozenset[str] = frozenset()):
+        self.actor, self.name, self.frequent = actor, name, frequent
+        self._courier: Courier | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_courier": None}
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method in self.frequent:
+            if self._courier is None or self._courier.loop is not asyncio.get_running_loop():
+                send, caller = self.actor.exchange.remote, secrets.token_hex(8)
+                during = " or ".join(sorted(self.frequent))
+                self._courier = Courier(lambda orders: self._answer(send(caller, orders), during))
+            return await self._courier.call(self.name, method, args, kwargs)
+        outcome: Outcome = await self._answer(self.actor.call.remote(self.name, method, args, kwargs), method)
+        return outcome.unwrap()
+
+    async def _answer(self, ref: Any, method: str) -> Any:
         import ray
 
-        ref = self.actor.call.remote(self.name, method, args, kwargs)
         try:
-            outcome = await ref
+            return await ref
         except asyncio.CancelledError:
             ray.cancel(ref)
             raise
         except ray.exceptions.RayActorError as error:
             raise WorkerLostError(f"worker {self.name!r} died during {method}(): {error}") from error
-        return outcome.unwrap()
 
 
 class RayLauncher:
@@ -271,7 +283,8 @@ class RayLauncher:
         outcomes = self._get([host.create.remote(name, cls, args, kwargs) for host in hosts])
         for outcome in outcomes:
             outcome.unwrap()
-        return [RayHandle(host, name) for host in hosts]
+        frequent: frozenset[str] = getattr(cls, "frequent_calls", frozenset())
+        return [RayHandle(host, name, frequent) for host in hosts]
 
     def _get(self, refs: list[Any]) -> list[Outcome]:
         try:

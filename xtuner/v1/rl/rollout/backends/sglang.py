@@ -28,8 +28,6 @@ _NAN = "NaN happened"
 """What it says to have stopped at where it found no token to draw."""
 _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
-
-
 _STATE = "/server_info"
 """Asks the engine, between two of its steps."""
 
