@@ -1,7 +1,7 @@
 """Seconds of a GRPO step through the ordinary trainer, on a random-weight model.
 
     python benchmarks/grpo_step.py --device cuda --shape qwen3-0.6b --prompts 16 --group 8 --new-tokens 256
-        [--rollout backend=vllm gpu_memory_utilization=0.5 ...]
+        [--workers 2] [--rollout backend=vllm gpu_memory_utilization=0.5 ...]
 
 `--rollout` sets fields of the RolloutConfig, values in JSON where they are that. Every response runs to
 `--new-tokens` (EOS is masked by min_tokens). Prints JSON rows: medians over the steps after the warm-up, whole and by
@@ -59,7 +59,7 @@ def build(args: argparse.Namespace, folder: Path) -> RLColocateTrainerConfig:
         sampler_config=SamplerConfig(dataloader_cfg=dataloader, prompt_repeat_k=args.group),
     )
     return RLColocateTrainerConfig(
-        resources=AcceleratorResourcesConfig(accelerator="GPU" if cuda else "CPU", num_workers=1),
+        resources=AcceleratorResourcesConfig(accelerator="GPU" if cuda else "CPU", num_workers=args.workers),
         train_worker_cfg=WorkerConfig(
             model_cfg=get_model_config_from_hf(model),
             load_from=model,
@@ -101,6 +101,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -119,7 +120,7 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     engine = dict(args.rollout).get("backend", "native")
     rows = Rows("grpo_step", args.device, args.out, engine)
-    case = f"xtuner {engine}"
+    case = f"xtuner {engine}" + (f", {args.workers} workers" if args.workers > 1 else "")
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(args, Path(folder)).build()
         run_dir = trainer.run_dir

@@ -1,6 +1,5 @@
 """CUDA graphs."""
 
-import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,7 +13,7 @@ def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] |
 
     `run` is called twice: the first time compiles kernels, and does its work.
     """
-    stream = _stream(device)
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()
@@ -29,9 +28,3 @@ def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] |
         return result
 
     return replay
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all first runs: memory that was freed on a stream serves that stream alone."""
-    return torch.cuda.Stream(device)
