@@ -1,6 +1,5 @@
 """One step's batch from all tasks."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -70,14 +69,18 @@ class Task:
     strategy: ProduceStrategy
 
 
-def split_batch(batch_size: int, weights: list[float]) -> list[int]:
-    """Whole shares in proportion to `weights`: largest remainder, ties by order. 7 over 2:1:0 is 5, 2, 0."""
-    total = sum(weights)
-    exact = [batch_size * weight / total for weight in weights]
-    shares = [math.floor(share) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (-round(exact[i] - shares[i], 9), i))
-    for i in by_remainder[: batch_size - sum(shares)]:
-        shares[i] += 1
+def split_batch(batch_size: int, weights: list[float], owed: list[float] | None = None) -> list[int]:
+    """Whole shares in proportion to `weights`: largest remainder, ties by order. 7 over 2:1:0 is 5, 2, 0.
+
+    owed: groups by which earlier batches fell short of a task's weight, or negative, were beyond it.
+    """
+    total, shares = sum(weights), [0] * len(weights)
+    due = [batch_size * weight / total for weight in weights]
+    if owed is not None:
+        due = [amount + extra for amount, extra in zip(due, owed, strict=True)]
+    for _ in range(batch_size):
+        most = max(range(len(due)), key=lambda i: (weights[i] > 0, round(due[i] - shares[i], 9), -i))
+        shares[most] += 1
     return shares
 
 
@@ -91,7 +94,8 @@ class AgentLoopManager:
         self.rollout_controller = rollout_controller
         self.replay_buffer = replay_buffer
         self._pause_s = 0.0
-        self._starved: set[str] = set()
+        self._owed = [0.0] * len(tasks)
+        """See `split_batch`."""
 
     def __len__(self) -> int:
         """Prompts that batches are drawn from, once each: those of all tasks with a weight."""
@@ -119,7 +123,11 @@ class AgentLoopManager:
         Raises:
             RuntimeError: the batch could not be made; the message tells why.
         """
-        shares = self._shares(batch_size)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: a batch needs at least one group.")
+        weights = [task.weight for task in self.tasks]
+        counts = split_batch(batch_size, weights, self._owed)
+        shares = [(task, count) for task, count in zip(self.tasks, counts, strict=True) if count]
         async with self.generating():
             tallies = await run_all(
                 task.strategy.produce(share, train_step, model_step) for task, share in shares
@@ -133,6 +141,9 @@ class AgentLoopManager:
                 f"train step {train_step}: no group was produced, since should_continue_fn ended production "
                 "at once."
             )
+        total = sum(weights)
+        for i, count in enumerate(counts):
+            self._owed[i] += batch_size * weights[i] / total - count
         if result.dropped_groups or result.judge_errors or result.samples.get(Status.FAILED.value):
             logger.warning(
                 f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
@@ -140,22 +151,11 @@ class AgentLoopManager:
             )
         return result
 
-    def _shares(self, batch_size: int) -> list[tuple[Task, int]]:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: a batch needs at least one group.")
-        shares = split_batch(batch_size, [task.weight for task in self.tasks])
-        for task, share in zip(self.tasks, shares, strict=True):
-            if share == 0 and task.weight > 0 and task.name not in self._starved:
-                self._starved.add(task.name)
-                logger.warning(
-                    f"task {task.name!r}: weight {task.weight} gives it no group of a batch of {batch_size}; "
-                    "raise its weight or train_batch_size."
-                )
-        return [(task, share) for task, share in zip(self.tasks, shares, strict=True) if share]
-
     def state_dict(self) -> dict[str, Any]:
-        """Positions of all samplers as JSON values. Waiting groups are in the replay buffer's own state."""
-        return {"tasks": {task.name: task.sampler.state_dict() for task in self.tasks}}
+        """Positions of all samplers, and what tasks are owed, as JSON values. Waiting groups are in the replay buffer's
+        own state."""
+        owed = {task.name: groups for task, groups in zip(self.tasks, self._owed, strict=True)}
+        return {"tasks": {task.name: task.sampler.state_dict() for task in self.tasks}, "owed": owed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the groups that would have come next.
@@ -171,6 +171,8 @@ class AgentLoopManager:
             )
         for task in self.tasks:
             task.sampler.load_state_dict(state["tasks"][task.name])
+        owed = state.get("owed", {})  # checkpoints of before had none
+        self._owed = [owed.get(task.name, 0.0) if task.weight > 0 else 0.0 for task in self.tasks]
 
 
 def _summary(tallies: list[Tally], pause_s: float) -> ProduceBatchResult:
