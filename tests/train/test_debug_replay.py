@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.rl.replay_buffer import SyncReplayBufferConfig
 from xtuner.v1.train.debug_replay import read_groups, replay_problem, replay_steps, write_groups
 
 from .helpers import config, fit, with_evaluation
@@ -89,8 +91,20 @@ def test_a_judge_s_numpy_numbers_survive_the_file(tmp_path):
     write_groups(tmp_path, 1, [[RolloutState(message=[], rollout_id=1, reward=reward)]])
     [[state]] = read_groups(tmp_path, 1)
     assert state.reward == {"score": 1.0, "acc": True, "parts": {"margin": 0.5, "count": 3}}
-    with pytest.raises(Exception, match="JSON cannot hold a ndarray"):
-        write_groups(tmp_path, 2, [[RolloutState(message=[], reward={"score": 1.0, "all": np.ones(2)})]])
+
+
+def test_whatever_a_judge_puts_into_its_payload_a_step_is_not_lost(tmp_path):
+    odd = {"all": np.ones(2), "logits": torch.tensor([[0.5]]), "raw": b"\xff", "half": "\ud800", "who": object()}
+    state = RolloutState(message=[], rollout_id=1, response="\ud800", reward={"score": 1.0} | odd)
+    write_groups(tmp_path, 1, [[state]])
+    [[found]] = read_groups(tmp_path, 1)
+    assert found.response == "\ud800"
+    assert found.reward == {
+        "score": 1.0, "all": [1.0, 1.0], "logits": [[0.5]], "raw": "_w==", "half": "\ud800", "who": str(odd["who"]),
+    }  # fmt: skip
+    buffer = SyncReplayBufferConfig().build()
+    buffer.put([state], "task")
+    assert json.dumps(buffer.state_dict())
 
 
 def test_missing_steps_are_named(tmp_path):

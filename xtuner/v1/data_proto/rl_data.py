@@ -128,7 +128,7 @@ class RolloutState(BaseModel):
     generated token (R in all).
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, ser_json_bytes="base64")
 
     group_id: int | None = None
     """Same for the K siblings of a prompt."""
@@ -210,7 +210,8 @@ class RolloutState(BaseModel):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """Every field that is not at its default, as JSON values; `model_validate` is the way back."""
+        """Every field that is not at its default, as JSON values; `model_validate` is the way back. Arrays and tensors
+        become lists, bytes base64, and what JSON has no form for its text."""
         out = self.model_dump(mode="json", exclude_defaults=True, exclude={"routed_experts"}, fallback=_plain)
         if (experts := self.routed_experts) is not None:
             data = base64.b64encode(experts.astype("<i2").tobytes()).decode()
@@ -219,10 +220,8 @@ class RolloutState(BaseModel):
 
 
 def _plain(value: Any) -> Any:
-    """A number as judges compute it, NumPy's, as Python's own."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"JSON cannot hold a {type(value).__name__}")
+    """What a judge may have put into its payload: NumPy's and torch's values as Python's, others as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 _FAILURE_ORDER = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED)

@@ -59,7 +59,7 @@ class ReplayBuffer:
         """All groups as JSON values.
 
         Raises:
-            ValueError: a sample holds what JSON cannot (tensors, arrays).
+            ValueError: a sample holds what JSON cannot (itself).
         """
         entries = []
         for (task_name, status), groups in self._groups.items():

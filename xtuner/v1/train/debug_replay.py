@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -57,12 +57,18 @@ def write_groups(folder: Path, step: int, groups: list[Group]) -> None:
     """One line a group: a list of its samples, every field that is not at its default."""
 
     def write(part: Path) -> None:
-        with part.open("w", encoding="utf-8") as file:
+        with part.open("wb") as file:
             for group in groups:
-                samples = [state.to_json() for state in group]
-                file.write(json.dumps(samples, ensure_ascii=False, separators=(",", ":")) + "\n")
+                file.write(_line([state.to_json() for state in group]) + b"\n")
 
     write_atomic(_path(folder, step), write)
+
+
+def _line(samples: list[dict[str, Any]]) -> bytes:
+    try:
+        return json.dumps(samples, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair has no bytes, but a form in ASCII
+        return json.dumps(samples, separators=(",", ":")).encode()
 
 
 def read_groups(folder: Path, step: int) -> list[Group]:
