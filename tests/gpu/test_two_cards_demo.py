@@ -43,7 +43,8 @@ def bits(run) -> dict[str, str]:
 def medians(run) -> dict[str, float]:
     """Of the steps and their phases, behind the first ones."""
     rows = [row for row in run.rows if "time/step" in row][3:]
-    return {k: statistics.median(row[k] for row in rows if k in row) for k in rows[0] if k.startswith("time/")}
+    keys = {key for row in rows for key in row if key.startswith("time/")}
+    return {key: statistics.median(row[key] for row in rows if row.get(key) is not None) for key in sorted(keys)}
 
 
 def test_the_demo_learns_on_two_cards_and_twice_the_same_bits(tmp_path):

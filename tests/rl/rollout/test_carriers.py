@@ -2,19 +2,21 @@
 
 import asyncio
 import base64
+import inspect
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tests.engines.host_window import HostWindow
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.rl.rollout.backends.carriers import FolderCarrier, MemoryCarrier, carrier_for
 from xtuner.v1.rl.rollout.backends.engine_side.xtuner_vllm import _loads_in_place
 from xtuner.v1.rl.rollout.backends.engine_side.xtuner_weights import BrokenUpdateError, take_update
-from xtuner.v1.rl.rollout.backends.lmdeploy_weights import BucketCarrier
+from xtuner.v1.rl.rollout.backends.lmdeploy_weights import BucketCarrier, rebuild_arguments
 from xtuner.v1.rl.rollout.backends.server import ServerRefused
 from xtuner.v1.rl.weight_update import WeightUpdateError
 
@@ -145,6 +147,19 @@ def test_lmdeploy_gets_tensors_of_all_types_and_sizes():
     assert engine.ends == 1 and engine.weights.keys() == sent.keys() | large.keys() | {"empty", "e"}
     for name, tensor in (sent | large).items():
         assert engine.weights[name].dtype == tensor.dtype and torch.equal(engine.weights[name], tensor), name
+
+
+def test_what_rebuilds_memory_of_the_gpu_is_in_torch_s_order():
+    """It can be opened on a GPU alone; here it is that every value goes where its name says."""
+    handle = bytes(range(64))
+    values = rebuild_arguments(4096, torch.bfloat16, (handle, 1024, 1 << 21), b"\x02c", b"/torch_1", 7)
+    bound = inspect.signature(rebuild_cuda_tensor).bind(*values).arguments
+    assert bound["storage_handle"] == b"\x02c" + handle and bound["dtype"] == torch.bfloat16
+    assert (bound["tensor_offset"], bound["tensor_size"], bound["tensor_stride"]) == (512, torch.Size([2048]), (1,))
+    assert (bound["storage_offset_bytes"], bound["storage_size_bytes"]) == (0, 1 << 21)
+    assert (bound["ref_counter_handle"], bound["ref_counter_offset"]) == (b"/torch_1", 7)
+    assert bound["event_sync_required"] is False and bound["requires_grad"] is False
+    assert list(bound).index("storage_device") == 6  # which LMDeploy replaces
 
 
 def test_an_update_that_lmdeploy_refuses_in_the_middle_has_not_ended():

@@ -7,7 +7,7 @@ import pytest
 
 from xtuner.v1.rl.utils.courier import Courier, Desk
 from xtuner.v1.rl.utils.handles import WorkerLostError
-from xtuner.v1.rl.utils.host import Outcome
+from xtuner.v1.rl.utils.outcome import Outcome
 
 
 class Post:
@@ -18,10 +18,13 @@ class Post:
         self.courier = Courier(self.exchange)
         self.messages, self.at_once, self.cancelled = 0, 0, []
         self.broken: Exception | None = None
+        self.delays: list[int] = []
+        """Turns that the next messages take on their way."""
 
     async def exchange(self, orders):
         self.messages += 1
-        await asyncio.sleep(0)
+        for _ in range(self.delays.pop(0) if self.delays else 1):
+            await asyncio.sleep(0)
         work = asyncio.ensure_future(self.desk.exchange(orders))
         while not work.done():
             if self.broken is not None:
@@ -35,6 +38,8 @@ class Post:
         try:
             for _ in range(turns):
                 await asyncio.sleep(0)
+            if what == "gives up":
+                raise asyncio.CancelledError
         except asyncio.CancelledError:
             self.cancelled.append(what)
             raise
@@ -97,6 +102,96 @@ def test_a_cancelled_call_is_cancelled_at_the_desk_and_disturbs_no_other(turns):
     asyncio.run(main())
 
 
+def test_a_cancellation_that_overtakes_its_call_still_counts():
+    async def main():
+        post = Post()
+        post.delays = [60]
+        calls = [asyncio.ensure_future(post.courier.call(i, 100_000)) for i in range(3)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for call in calls[:2]:
+            call.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert post.at_once == 1 and not calls[2].done()
+        calls[2].cancel()
+        await asyncio.wait(calls)
+
+    asyncio.run(main())
+
+
+def test_what_is_called_and_cancelled_at_once_is_never_sent():
+    async def main():
+        post = Post()
+        call = post.courier.call("never", 5)
+        call.send(None)
+        with pytest.raises(asyncio.CancelledError):
+            call.throw(asyncio.CancelledError())
+        assert await post.courier.call("later", 0) == ("later", 0) and post.cancelled == []
+
+    asyncio.run(main())
+
+
+def test_a_call_that_ends_as_cancelled_by_itself_is_an_error_of_its_caller():
+    async def main():
+        post = Post()
+        good, bad = await asyncio.wait_for(
+            asyncio.gather(post.courier.call("right", 50), post.courier.call("gives up", 3), return_exceptions=True), 20
+        )
+        assert good == ("right", 50) and "was cancelled in the process that served it" in str(bad)
+
+    asyncio.run(main())
+
+
+def test_calls_that_the_other_end_has_forgotten_are_errors():
+    async def main():
+        async def knows_of_nothing(orders):
+            return []
+
+        courier = Courier(knows_of_nothing)
+        with pytest.raises(RuntimeError, match="knows nothing of this call any more"):
+            await asyncio.wait_for(courier.call("forgotten"), 20)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_sent_harms_no_other_call():
+    async def main():
+        post = Post()
+        good = asyncio.ensure_future(post.courier.call("right", 200))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        send = post.courier._exchange
+
+        def refuses(orders):
+            raise TypeError("cannot pickle this")
+
+        post.courier._exchange = refuses
+        with pytest.raises(TypeError, match="cannot pickle this"):
+            await post.courier.call("odd", 3)
+        post.courier._exchange = send
+        assert await good == ("right", 200)
+
+    asyncio.run(main())
+
+
+def test_however_many_calls_come_one_by_one_a_single_message_waits():
+    """Each that waits would wake with every result."""
+
+    async def main():
+        post, calls, most = Post(), [], 0
+        waiting = lambda: sum("exchange" in repr(task.get_coro()) for task in asyncio.all_tasks())
+        for i in range(100):
+            calls.append(asyncio.ensure_future(post.courier.call(i, 2000 + i)))
+            for _ in range(12):
+                await asyncio.sleep(0)
+            most = max(most, waiting())
+        assert post.at_once == 100 and most <= 4
+        assert [what for what, _ in await asyncio.gather(*calls)] == list(range(100))
+
+    asyncio.run(main())
+
+
 def test_who_is_lost_leaves_nobody_waiting():
     async def main():
         post = Post()
@@ -118,6 +213,7 @@ def test_nothing_is_under_way_when_nobody_waits():
     async def main():
         post = Post()
         await asyncio.gather(*(post.courier.call(i, i) for i in range(20)))
+        assert post.desk.idle
         for _ in range(50):
             await asyncio.sleep(0)
         before = post.messages

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, CPUResourcesConfig, build_launcher, peer
-from xtuner.v1.rl.utils.host import Host, Outcome
+from xtuner.v1.rl.utils.host import Host
 from xtuner.v1.rl.utils.launcher import _largest_share, _running_cluster
+from xtuner.v1.rl.utils.outcome import Outcome
 
 ONE_CPU = AcceleratorResourcesConfig(accelerator="CPU", num_workers=1)
 

@@ -173,18 +173,80 @@ def test_a_call_that_its_caller_gives_up_ends_in_the_worker_too(launcher, tmp_pa
     assert wait_until(mark.exists)
 
 
-def test_handles_travel_to_other_workers(launcher):
-    target = launcher.spawn_on(0, "target", Toy, 5)
-    caller = launcher.spawn_on(1, "caller", Caller, target)
-    assert run(caller, "add", 2) == 7
-
-
 class Caller:
     def __init__(self, target):
         self.target = target
 
     async def add(self, n: int) -> int:
         return await self.target.call("add", n)
+
+
+class Busy(Toy):
+    """Its calls go together."""
+
+    frequent_calls = frozenset({"answer"})
+
+    def __init__(self):
+        super().__init__(0)
+        self.running = 0
+
+    async def answer(self, n: int, payload: list[int], seconds: float = 0.0) -> tuple[int, int]:
+        if n < 0:
+            raise ValueError(f"{n} is negative")
+        self.running += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.running -= 1
+        return n, len(payload)
+
+    def count(self) -> int:
+        return self.running
+
+
+def test_many_calls_in_few_messages_are_answered_each(launcher):
+    handle = launcher.spawn_on(1, "busy", Busy)
+
+    async def main():
+        calls = [handle.call("answer", n, [7] * n, 0.01 * (n % 5)) for n in range(300)]
+        assert await asyncio.gather(*calls) == [(n, n) for n in range(300)]
+        with pytest.raises(ValueError, match="-1 is negative") as info:
+            await handle.call("answer", -1, [])
+        assert "in answer" in str(info.value.__cause__)  # with the traceback from there
+
+    asyncio.run(main())
+    asyncio.run(main())  # another loop
+    caller = launcher.spawn_on(0, "asker", Asker, handle)  # another process
+    assert run(caller, "ask", 5) == [(n, 2) for n in range(5)]
+
+
+class Asker(Caller):
+    async def ask(self, count: int) -> list[tuple[int, int]]:
+        return await asyncio.gather(*(self.target.call("answer", n, [1, 2]) for n in range(count)))
+
+
+def test_given_up_calls_end_in_the_worker_even_if_their_order_is_large_and_still_on_its_way(launcher):
+    handle = launcher.spawn_on(1, "given-up", Busy)
+
+    async def main():
+        for _ in range(5):
+            calls = [asyncio.ensure_future(handle.call("answer", n, [n] * 2000, 60.0)) for n in range(64)]
+            await asyncio.sleep(0.002)
+            for call in calls[1:]:
+                call.cancel()
+            await asyncio.sleep(0.3)
+            assert await handle.call("count") == 1 and not calls[0].done()
+            calls[0].cancel()
+            await asyncio.sleep(0.2)
+            assert await handle.call("count") == 0
+
+    asyncio.run(main())
+
+
+def test_handles_travel_to_other_workers(launcher):
+    target = launcher.spawn_on(0, "target", Toy, 5)
+    caller = launcher.spawn_on(1, "caller", Caller, target)
+    assert run(caller, "add", 2) == 7
 
 
 def test_a_pool_is_one_process_a_worker_and_a_dead_one_is_named(launcher):
@@ -213,6 +275,20 @@ def test_what_cannot_be_placed_is_refused_with_asked_and_available(cluster, monk
         build_launcher("ray", AcceleratorResourcesConfig(num_workers=3))
     for part in ("3 x 12 CPU, 1 GPU, 16.0 GiB memory", "The cluster has 4 CPU", "within 0.5 s", "num_workers"):
         assert part in str(info.value)
+
+
+def test_calls_in_flight_of_a_worker_that_dies_are_lost(launcher):
+    (handle,) = launcher.spawn_cpu("mortal", Busy, resources=CPUResourcesConfig(num_cpus_per_worker=0.01))
+
+    async def main():
+        calls = [asyncio.ensure_future(handle.call("answer", n, [], 60.0)) for n in range(50)]
+        await asyncio.sleep(0.5)
+        with pytest.raises(WorkerLostError, match=r"'mortal' died during die"):
+            await handle.call("die")
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+        assert all(isinstance(result, WorkerLostError) for result in results)
+
+    asyncio.run(main())
 
 
 def test_shutdown_ends_its_own_processes_and_leaves_the_cluster_and_others_alone(launcher):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.model.hf import export_hf_tensors, weight_views
+from xtuner.v1.model.hf import export_hf_batches, weight_views
 from xtuner.v1.model.lora import adapted_layers
 
 from .host_memory import Lane, mark, wait
@@ -28,8 +29,9 @@ class WeightSource:
     def buckets(self, bucket_bytes: int, dtype: torch.dtype, cast: bool = True) -> Iterator[WeightBucket]:
         """See `TrainEngine.weight_buckets`."""
         if cast or self._own is None:
-            tensors = export_hf_tensors(self._model, dtype, bucket_bytes)
-            yield from _ahead(_group(tensors, None, bucket_bytes), self._lane, self._device)
+            batches = export_hf_batches(self._model, dtype, bucket_bytes)
+            buckets = chain.from_iterable(_group(batch.items(), None, bucket_bytes) for batch in batches)
+            yield from _ahead(buckets, self._lane, self._device)
         else:
             for tensors, kept in zip(self._own, (dtype, None), strict=True):
                 yield from _group(tensors.items(), kept, bucket_bytes)

@@ -68,8 +68,7 @@ def gather_whole(tensor: Tensor, order: RowOrder | None = None) -> Tensor:
 def gather_all(tensors: Sequence[tuple[Tensor, torch.dtype, RowOrder | None]]) -> list[Tensor]:
     """All of each of n tensors, in the type beside it, on every rank; collective if any is sharded.
 
-    What is cut over the same ranks travels in one exchange, after the cast: 2n exchanges of some kilobytes would cost
-    their starts.
+    What is cut over the same ranks travels in one exchange, after the cast: one a tensor would cost mostly its launch.
     """
     wholes = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor, _, _ in tensors]
     cuts = [_cuts(tensor) if isinstance(tensor, DTensor) else [] for tensor, _, _ in tensors]
@@ -124,6 +123,6 @@ def _join(parts: list[tuple[Tensor, _Cut]], dtype: torch.dtype, group: dist.Proc
         wholes = [sent.new_empty(ranks, count) for count in counts]
         torch.split_with_sizes_copy(received, counts, dim=1, out=wholes)
     return [
-        whole.view(-1, *shape[1:])[: cut.size].movedim(0, cut.dim)
+        whole.view(ranks * shape[0], *shape[1:])[: cut.size].movedim(0, cut.dim)
         for whole, shape, (_, cut) in zip(wholes, shapes, parts, strict=True)
     ]

@@ -184,35 +184,45 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
     return parse_dtype(named) if named else next(iter_hf_tensors(path))[1].dtype
 
 
-def export_hf_tensors(model: DecoderModel, dtype: torch.dtype, at_once: int = 0) -> Iterator[tuple[str, Tensor]]:
+def export_hf_tensors(model: DecoderModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor in `dtype`) of all parameters, on the model's device; adapters are merged into theirs.
 
-    Collective for a sharded model: every rank iterates to the end. As many parameters are gathered together as make up
-    `at_once` bytes, or one that is larger.
+    Collective for a sharded model: every rank iterates to the end. One parameter is gathered at a time.
     """
+    for batch in export_hf_batches(model, dtype, 0):
+        yield from batch.items()
+
+
+def export_hf_batches(model: DecoderModel, dtype: torch.dtype, at_once: int) -> Iterator[dict[str, Tensor]]:
+    """The same, as many parameters at a time as make up `at_once` bytes, or one that is larger; they are gathered
+    together."""
     by_param: dict[str, list[str]] = {}
     for name, place in model.hf_params.items():
         by_param.setdefault(place.param, []).append(name)
-    for params in _batches(model, list(by_param), dtype, at_once):
-        for param, full in zip(params, _wholes(model, params, dtype), strict=True):
-            for name in by_param[param]:
-                place = model.hf_params[name]
-                rows = full[place.start : place.end]
-                yield name, rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
-
-
-def _batches(model: DecoderModel, params: list[str], dtype: torch.dtype, at_once: int) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
-    for name in params:
-        num_bytes = model.get_parameter(name).numel() * dtype.itemsize
+    for param in by_param:
+        kept = torch.float32 if param in model.float32_names else dtype
+        num_bytes = model.get_parameter(param).numel() * kept.itemsize
         if batch and size + num_bytes > at_once:
-            yield batch
+            yield _by_hf_name(model, batch, by_param, dtype)
             batch, size = [], 0
-        batch.append(name)
+        batch.append(param)
         size += num_bytes
     if batch:
-        yield batch
+        yield _by_hf_name(model, batch, by_param, dtype)
+
+
+def _by_hf_name(
+    model: DecoderModel, params: list[str], names: dict[str, list[str]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    out = {}
+    for param, full in zip(params, _wholes(model, params, dtype), strict=True):
+        for name in names[param]:
+            place = model.hf_params[name]
+            rows = full[place.start : place.end]
+            out[name] = rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
+    return out
 
 
 def _wholes(model: DecoderModel, params: list[str], dtype: torch.dtype) -> list[Tensor]:

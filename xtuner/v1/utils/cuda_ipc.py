@@ -19,8 +19,9 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
-def export_memory(tensor: Tensor) -> tuple[bytes, int]:
-    """(handle, offset in bytes) of a contiguous tensor. It must live as long as another process uses it.
+def export_memory(tensor: Tensor) -> tuple[bytes, int, int]:
+    """Of a contiguous tensor: the handle of the allocation that it lies in, its first byte there, and the allocation's
+    bytes. It must live as long as another process uses it.
 
     Raises MemoryError if the driver cannot share this memory: virtual memory, which torch takes with
     `expandable_segments:True`, has no such handle.
@@ -29,7 +30,7 @@ def export_memory(tensor: Tensor) -> tuple[bytes, int]:
     address = ctypes.c_uint64(tensor.data_ptr())
     driver_call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     driver_call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return bytes(handle.reserved), tensor.data_ptr() - base.value
+    return bytes(handle.reserved), tensor.data_ptr() - base.value, size.value
 
 
 class OpenedHandle:

@@ -1,97 +1,156 @@
 """Many small calls to another process in few messages.
 
 A message between processes costs most of a millisecond of the driver's time, and a step makes thousands of calls. What
-is called within one turn of the event loop goes in one message, and so does what has come back by the time somebody
-asks.
+is called within one turn of the event loop goes in one message, and so does what has ended by the time of an answer.
+Messages may overtake each other on the way.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-if TYPE_CHECKING:
-    from .host import Outcome
+from .handles import WorkerLostError
+from .outcome import Outcome
 
 Order = tuple[int, tuple[Any, ...] | None]
 """Number of a call, and what to call; None: it is cancelled."""
-Result: TypeAlias = "tuple[int, Outcome]"
+Result = tuple[int, Outcome]
 
 
 class Courier:
     """The caller's end, of one event loop."""
 
     def __init__(self, exchange: Callable[[list[Order]], Awaitable[list[Result]]]) -> None:
-        """exchange: hands these orders to `Desk.exchange` and brings what that gives."""
+        """exchange: sends these orders to `Desk.exchange`, at once, and brings what that gives."""
         self._exchange, self.loop = exchange, asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: list[Order] = []
+        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._outbox: dict[int, tuple[Any, ...] | None] = {}
         self._under_way: set[asyncio.Task[None]] = set()
+        self._rounds = 0
+        self._closing = False
 
     async def call(self, *what: Any) -> Any:
         """What the call comes to: its result, or its exception, or that of an exchange that went wrong meanwhile."""
         number = next(self._numbers)
         future = self._waiting[number] = self.loop.create_future()
-        self._order((number, what))
+        self._order(number, what)
         try:
             outcome = await future
         except asyncio.CancelledError:
             if self._waiting.pop(number, None) is not None:
-                self._order((number, None))
+                self._cancel(number)
             raise
         return outcome.unwrap()
 
-    def _order(self, order: Order) -> None:
-        self._outbox.append(order)
-        if len(self._outbox) == 1:
-            self.loop.call_soon(self._go)
+    def _order(self, number: int, what: tuple[Any, ...] | None) -> None:
+        if not self._outbox:
+            self.loop.call_soon(self._send)
+        self._outbox[number] = what
 
-    def _go(self) -> None:
-        orders, self._outbox = self._outbox, []
-        task = self.loop.create_task(self._round(orders))
-        self._under_way.add(task)
+    def _cancel(self, number: int) -> None:
+        if number in self._outbox:
+            del self._outbox[number]
+        else:
+            self._order(number, None)
 
-    async def _round(self, orders: list[Order]) -> None:
+    def _send(self) -> None:
+        if self._closing:
+            return
+        orders, self._outbox = list(self._outbox.items()), {}
         try:
-            for number, outcome in await self._exchange(orders):
-                if (future := self._waiting.pop(number, None)) is not None and not future.done():
-                    future.set_result(outcome)
-        except Exception as error:  # whose results it would have brought nobody knows
-            for number in self._waiting.keys() - {number for number, _ in self._outbox}:
-                if not (future := self._waiting.pop(number)).done():
-                    future.set_exception(error)
+            answer = self._exchange(orders)
+        except Exception as error:  # it was not sent
+            self._fail((number for number, _ in orders), error)
+            return
+        self._rounds += 1
+        self._under_way.add(self.loop.create_task(self._round(answer, not orders, self._rounds)))
+
+    async def _round(self, answer: Awaitable[list[Result]], asks_only: bool, this: int) -> None:
+        results: list[Result] | None = None
+        try:
+            results = await answer
+        except asyncio.CancelledError:  # the loop ends, and with it all calls
+            self._closing = True
+            raise
+        except Exception as error:  # nobody knows which results are lost with it
+            sent = self._waiting.keys() - self._outbox.keys()
+            self._fail(sent, error)
+            if not isinstance(error, WorkerLostError):
+                for number in sent:
+                    self._order(number, None)
+        for number, outcome in results or ():
+            if (future := self._waiting.pop(number, None)) is not None and not future.done():
+                future.set_result(outcome)
         self._under_way.discard(asyncio.current_task())  # type: ignore[arg-type]
-        if self._waiting and not self._under_way and not self._outbox:
-            self._go()
+        if not self._waiting or self._under_way or self._outbox:
+            return
+        if results == [] and asks_only and this == self._rounds:
+            self._fail(list(self._waiting), RuntimeError("the other process knows nothing of this call any more."))
+        else:
+            self._send()
+
+    def _fail(self, numbers: Iterable[int], error: Exception) -> None:
+        for number in numbers:
+            if (future := self._waiting.pop(number, None)) is not None and not future.done():
+                future.set_exception(error)
 
 
 class Desk:
     """The other end, for one caller."""
 
-    def __init__(self, run: "Callable[..., Awaitable[Outcome]]") -> None:
+    def __init__(self, run: Callable[..., Awaitable[Outcome]]) -> None:
         self._run = run
-        self._tasks: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: dict[int, asyncio.Future[Outcome]] = {}
         self._done: list[Result] = []
+        self._cancelled_before: set[int] = set()
+        """Calls whose order has not come yet, or has ended."""
+        self._turn = 0
         self._changed = asyncio.Event()
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to remember."""
+        return not (self._tasks or self._done or self._cancelled_before)
+
     async def exchange(self, orders: list[Order]) -> list[Result]:
-        """Begin what is ordered, and bring what has ended: something, unless nothing is under way."""
+        """Begin what is ordered, and bring what has ended: something, unless nothing is under way, or a later exchange
+        has come, which waits instead of this one."""
+        self._turn += 1
+        turn = self._turn
+        self._wake()
         for number, what in orders:
-            if what is not None:
+            if what is None:
+                self._cancel(number)
+            elif number in self._cancelled_before:
+                self._cancelled_before.discard(number)
+            else:
                 task = self._tasks[number] = asyncio.ensure_future(self._run(*what))
                 task.add_done_callback(partial(self._end, number))
-            elif number in self._tasks:
-                self._tasks[number].cancel()
-        while self._tasks and not self._done:
-            await self._changed.wait()
+        try:
+            while self._tasks and not self._done and turn == self._turn:
+                await self._changed.wait()
+        except asyncio.CancelledError:  # the caller ends
+            for number in list(self._tasks):
+                self._cancel(number)
+            raise
         results, self._done = self._done, []
         return results
 
-    def _end(self, number: int, task: "asyncio.Future[Outcome]") -> None:
+    def _cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks[number].cancel()
+        else:
+            self._cancelled_before.add(number)
+
+    def _end(self, number: int, task: asyncio.Future[Outcome]) -> None:
         del self._tasks[number]
-        if not task.cancelled():
-            self._done.append((number, task.result()))
+        cancelled = Outcome.failed(RuntimeError("the call was cancelled in the process that served it."))
+        self._done.append((number, cancelled if task.cancelled() else task.result()))
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

@@ -11,8 +11,8 @@ class WorkerLostError(RuntimeError):
 class Handle(Protocol):
     """A worker that may be in this process or in another. Handles can be sent to other workers.
 
-    A worker's class may name async methods in `frequent_calls` that are called by the thousand: many of them go in one
-    message. What they give must survive pickling, or all calls of the message fail.
+    A worker's class may name async methods in `frequent_calls` that are called by the thousand: between processes many
+    of them go in one message. What they take and give must survive pickling, or all calls of the message fail.
     """
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

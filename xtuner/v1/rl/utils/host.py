@@ -2,15 +2,13 @@
 
 import asyncio
 import inspect
-import pickle
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from .courier import Desk, Order, Result
+from .outcome import Outcome
 
 _OBJECTS: dict[str, Any] = {}
 
@@ -31,41 +29,6 @@ def unregister(name: str, worker: Any) -> None:
     """Forget `worker`, unless another took its name since."""
     if _OBJECTS.get(name) is worker:
         del _OBJECTS[name]
-
-
-class RemoteTraceback(Exception):
-    """Cause of an exception that came from another process: the traceback there, as text."""
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n{self.text}"
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a call in another process came to: a value, or an exception with its traceback."""
-
-    value: Any = None
-    error: BaseException | None = None
-    traceback: str = ""
-
-    def unwrap(self) -> Any:
-        if self.error is None:
-            return self.value
-        raise self.error from RemoteTraceback(self.traceback)
-
-    @classmethod
-    def failed(cls, error: BaseException) -> "Outcome":
-        """Keep the exception itself if it survives pickling, else one that says type and message."""
-        text = "".join(traceback.format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__qualname__}: {error}")
-        return cls(error=error.with_traceback(None), traceback=text)
 
 
 class Host:
@@ -107,9 +70,12 @@ class Host:
 
     async def exchange(self, caller: str, orders: list[Order]) -> list[Result]:
         """See `courier.Desk`; what is ordered are arguments of `call`."""
-        if caller not in self._desks:
-            self._desks[caller] = Desk(self.call)
-        return await self._desks[caller].exchange(orders)
+        desk = self._desks.setdefault(caller, Desk(self.call))
+        try:
+            return await desk.exchange(orders)
+        finally:
+            if desk.idle and self._desks.get(caller) is desk:
+                del self._desks[caller]
 
     async def run(self, function: Callable[[], Any]) -> Outcome:
         """Run a plain function on the event loop's thread."""

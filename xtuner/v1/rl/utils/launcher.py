@@ -21,7 +21,8 @@ from xtuner.v1.utils import get_logger
 
 from .courier import Courier
 from .handles import Handle, LocalHandle, WorkerLostError
-from .host import Host, Outcome, register, unregister
+from .host import Host, register, unregister
+from .outcome import Outcome
 from .resources import AcceleratorResourcesConfig, CPUResourcesConfig
 
 Resources = AcceleratorResourcesConfig | CPUResourcesConfig
@@ -124,11 +125,12 @@ class RayHandle:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method in self.frequent:
-            if self._courier is None or self._courier.loop is not asyncio.get_running_loop():
+            courier = self._courier
+            if courier is None or courier.loop is not asyncio.get_running_loop():
                 send, caller = self.actor.exchange.remote, secrets.token_hex(8)
                 during = " or ".join(sorted(self.frequent))
-                self._courier = Courier(lambda orders: self._answer(send(caller, orders), during))
-            return await self._courier.call(self.name, method, args, kwargs)
+                courier = self._courier = Courier(lambda orders: self._answer(send(caller, orders), during))
+            return await courier.call(self.name, method, args, kwargs)
         outcome: Outcome = await self._answer(self.actor.call.remote(self.name, method, args, kwargs), method)
         return outcome.unwrap()
 

@@ -83,7 +83,7 @@ class CudaShared:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         try:
-            self._handle, self._offset = export_memory(self.memory)
+            self._handle, self._offset, _ = export_memory(self.memory)
         except MemoryError as error:
             raise DeliveryError(
                 f"memory of {device} cannot be shared with the engine's process ({error}) Leave expandable_segments "

@@ -48,7 +48,7 @@ def is_message(error: BaseException) -> bool:
 
 
 def _is_remote(error: BaseException) -> bool:
-    from xtuner.v1.rl.utils.host import RemoteTraceback
+    from xtuner.v1.rl.utils.outcome import RemoteTraceback
 
     return isinstance(error.__cause__, RemoteTraceback)
 

@@ -50,7 +50,7 @@ class Window(Protocol):
         ...
 
     def fence(self) -> dict[str, Any]:
-        """What a message needs so that it is taken only when all that came before it has been read."""
+        """Entries of a message that make the server take it only when it has read all that came before."""
         ...
 
     def flush(self) -> None:
@@ -68,7 +68,7 @@ class CudaWindow:
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         try:
-            self._handle, self._offset = export_memory(self.memory)
+            self._where = export_memory(self.memory)
         except MemoryError as error:
             raise WeightUpdateError(
                 f"memory of the GPU cannot be shared with the engine's process ({error}) Leave expandable_segments out "
@@ -76,10 +76,8 @@ class CudaWindow:
             ) from None
 
     def handle(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        values, (_, prefix, *count) = self.memory.view(dtype), _torchs_own()
-        how = (torch.Tensor, values.shape, values.stride(), 0, TypedStorage, dtype)
-        where = (0, prefix + self._handle, self.memory.numel(), self._offset)
-        return rebuild_cuda_tensor, (*how, *where, False, *count, b"", False)
+        _, prefix, count, place = _torchs_own()
+        return rebuild_cuda_tensor, rebuild_arguments(self.memory.numel(), dtype, self._where, prefix, count, place)
 
     def fence(self) -> dict[str, Any]:
         return {"before": _AllIsDone()}
@@ -88,10 +86,25 @@ class CudaWindow:
         torch.cuda.current_stream().synchronize()
 
 
+def rebuild_arguments(
+    num_bytes: int, dtype: torch.dtype, where: tuple[bytes, int, int], prefix: bytes, count: bytes, place: int
+) -> tuple[Any, ...]:
+    """Of `rebuild_cuda_tensor`. where: see `export_memory`; prefix, count and place: see `_torchs_own`.
+
+    Torch finds what it has opened by handle and offset, whatever the size: so the storage is the whole allocation.
+    """
+    handle, offset, allocated = where
+    size = torch.Size([num_bytes // dtype.itemsize])
+    tensor = (torch.Tensor, size, (1,), offset // dtype.itemsize, TypedStorage, dtype)
+    return (*tensor, 0, prefix + handle, allocated, 0, False, count, place, b"", False)
+
+
 @functools.cache
 def _torchs_own() -> tuple[torch.UntypedStorage, bytes, bytes, int]:
-    """(a byte, what torch writes in front of a driver's handle, a count of references and its place) of a byte that is
-    never opened: its count may be lowered."""
+    """(a byte, what torch writes in front of a driver's handle, a count of references and its place).
+
+    Who drops a rebuilt tensor lowers a count in the host's memory. It gets that of a byte that nobody else opens.
+    """
     byte = torch.empty(1, dtype=torch.uint8, device="cuda").untyped_storage()
     _, handle, _, _, count, place, _, _ = byte._share_cuda_()
     return byte, handle[:-HANDLE_BYTES], count, place

@@ -28,8 +28,8 @@ _NAN = "NaN happened"
 """What it says to have stopped at where it found no token to draw."""
 _SLACK = 8
 """Tokens of the context that SGLang keeps for itself: it would cut responses that reach the end by as many."""
-_STATE = "/server_info"
-"""Asks the engine, between two of its steps."""
+_STATE, _HEALTH = "/server_info", "/health"
+"""Both ask the engine, between two of its steps."""
 
 
 class SGLangEngine(ServedEngine):
@@ -71,9 +71,15 @@ class SGLangEngine(ServedEngine):
 
     async def _start_server(self) -> None:
         await super()._start_server()
-        # /health would do, but sleeps for a second before it looks whether the engine has answered.
+        # /health draws a token and sleeps for a second before it looks for it: too long for every step.
         told = await self.server.answers(_STATE, timeout=CALL_S)
-        self.health_path = _STATE if told else "/health"
+        self.health_path = _STATE if told else _HEALTH
+
+    async def _works(self) -> bool:
+        """After an error /health is asked, which sees all processes of the server, unless there is nothing to draw a
+        token with."""
+        path = self.health_path if self._asleep or self._obstacle else _HEALTH
+        return await self.server.answers(path, self.config.health_check_timeout_seconds)
 
     async def ask(self, request: GenerateRequest) -> GenerateOutput:
         alternatives = request.params.top_logprobs if request.params.top_logprobs > 1 else 0
@@ -190,7 +196,7 @@ class SGLangEngine(ServedEngine):
             return by_module(found, keys, self.dtype)
 
     async def release(self, tags: set[MemoryTag]) -> None:
-        await self.until_idle()
+        await self.until_idle()  # the token of /health may be on its way: it would not survive that
         await self.server.manage("/release_memory_occupation", {"tags": _regions(tags)}, timeout=CALL_S)
 
     async def resume(self, tags: set[MemoryTag]) -> None:

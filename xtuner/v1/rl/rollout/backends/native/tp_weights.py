@@ -10,9 +10,13 @@ from xtuner.v1.engine.placement import local_part
 from xtuner.v1.model.blocks import gather_all
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import places_of_rows
+from xtuner.v1.rl.weight_update.canary import SumOf
 from xtuner.v1.rl.weight_update.inventory import Inventory
 
 from .weights import PlainWeights, WeightReceiver
+
+_AT_ONCE = 16
+"""Weights that are put together from all ranks' parts."""
 
 
 class CutWeights(PlainWeights):
@@ -42,6 +46,14 @@ class CutReceiver(WeightReceiver):
 
     def _expected(self) -> Inventory:
         return _CutInventory(self._model)
+
+    @torch.no_grad()
+    def sums(self, names: list[str], dtype: torch.dtype) -> dict[str, SumOf]:
+        """Collective. A few weights at a time are put together: the cache has the rest of the memory."""
+        found: dict[str, SumOf] = {}
+        for start in range(0, len(names), _AT_ONCE):
+            found |= super().sums(names[start : start + _AT_ONCE], dtype)
+        return found
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], bucket: WeightBucket) -> None:
         parts = [
