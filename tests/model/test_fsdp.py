@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from xtuner.v1.data_proto.packed import SegmentLayout
-from xtuner.v1.model.hf import export_hf_tensors, load_hf_tensor
+from xtuner.v1.model.hf import export_hf_batches, export_hf_tensors, load_hf_tensor
 from xtuner.v1.ops.attention import PackedAttention
 
 from .helpers import random_ids, tiny_config, tiny_model
@@ -76,7 +76,9 @@ def _two_ranks(rank: int, port_file: str) -> None:
         load_hf_tensor(sharded, name, tensor)
     for dtype in (torch.float32, torch.bfloat16):
         for at_once in (0, 10_000, 1 << 30):
-            exported = dict(export_hf_tensors(sharded, dtype, at_once))
+            batches = list(export_hf_batches(sharded, dtype, at_once))
+            assert len(batches) == 1 if at_once == 1 << 30 else len(batches) > 3
+            exported = {name: tensor for batch in batches for name, tensor in batch.items()}
             assert list(exported) == list(weights)
             assert all(torch.equal(weights[name].to(dtype), exported[name]) for name in weights)
     again = _shard(tiny_config().build("meta"), mesh).to_empty(device="cpu")
