@@ -1,6 +1,7 @@
 """The two halves of a run, one without a trainer and one without an engine, make the whole."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -84,6 +85,10 @@ def test_groups_survive_the_file(tmp_path):
     (tmp_path / "debug_rollout_1.jsonl").open("a").write('[{"rollout_id": 1}]\n')
     with pytest.raises(ValueError, match="debug_rollout_1.jsonl:3: no group of samples: message: Field required"):
         read_groups(tmp_path, 1)
+    for line in (b"[]", b"\xff", b'[{"message": [], "routed_experts": {"shape": [1]}}]'):
+        (tmp_path / "debug_rollout_2.jsonl").write_bytes(line + b"\n")
+        with pytest.raises(ValueError, match="debug_rollout_2.jsonl:1: no group of samples"):
+            read_groups(tmp_path, 2)
 
 
 def test_a_judge_s_numpy_numbers_survive_the_file(tmp_path):
@@ -94,6 +99,16 @@ def test_a_judge_s_numpy_numbers_survive_the_file(tmp_path):
 
 
 def test_whatever_a_judge_puts_into_its_payload_a_step_is_not_lost(tmp_path):
+    class Wordless:
+        __str__ = None
+
+    odd = {"inf": np.float64("inf"), "kind": np.ndarray, "wordless": Wordless()}
+    state = RolloutState(message=[], rollout_id=2, reward={"score": float("nan")} | odd)
+    write_groups(tmp_path, 2, [[state]])
+    [[found]] = read_groups(tmp_path, 2)
+    assert math.isnan(found.reward["score"]) and found.reward["inf"] == math.inf
+    assert found.reward["kind"] == str(np.ndarray) and "Wordless object" in found.reward["wordless"]
+
     odd = {"all": np.ones(2), "logits": torch.tensor([[0.5]]), "raw": b"\xff", "half": "\ud800", "who": object()}
     state = RolloutState(message=[], rollout_id=1, response="\ud800", reward={"score": 1.0} | odd)
     write_groups(tmp_path, 1, [[state]])

@@ -175,6 +175,56 @@ def test_what_cannot_be_sent_harms_no_other_call():
     asyncio.run(main())
 
 
+def test_a_message_that_cannot_be_sent_keeps_nobody_waiting_and_loses_no_cancellation():
+    async def main():
+        post = Post()
+        send = post.courier._exchange
+
+        def picky(orders):
+            if any(what == ("odd",) for _, what in orders):
+                raise TypeError("cannot pickle this")
+            return send(orders)
+
+        post.courier._exchange = picky
+        slow, gone = (asyncio.ensure_future(post.courier.call(what, 300)) for what in ("slow", "gone"))
+        while post.at_once < 2:
+            await asyncio.sleep(0)
+        for _ in range(40):
+            gone.cancel()
+            with pytest.raises(TypeError):
+                await post.courier.call("odd")
+        assert await asyncio.wait_for(slow, 20) == ("slow", 300)
+        assert gone.cancelled() and post.cancelled == ["gone"] and post.at_once == 0
+
+    asyncio.run(main())
+
+
+def test_nothing_is_sent_for_a_call_that_is_cancelled_at_once():
+    async def main():
+        post = Post()
+        post.delays = [80, 1, 1]
+        later = [asyncio.ensure_future(post.courier.call(i, 30)) for i in range(2)]
+        call = asyncio.ensure_future(post.courier.call("never", 3))
+        await asyncio.sleep(0)
+        call.cancel()
+        assert await asyncio.wait_for(asyncio.gather(*later), 20) == [(0, 30), (1, 30)]
+
+    asyncio.run(main())
+
+
+def test_a_call_that_ends_its_process_is_an_error_of_its_caller():
+    async def main():
+        async def leaves():
+            raise SystemExit(3)
+
+        desk = Desk(leaves)
+        courier = Courier(desk.exchange)
+        with pytest.raises(RuntimeError, match="ended with SystemExit: 3"):
+            await asyncio.wait_for(courier.call(), 20)
+
+    asyncio.run(main())
+
+
 def test_however_many_calls_come_one_by_one_a_single_message_waits():
     """Each that waits would wake with every result."""
 

@@ -1,6 +1,7 @@
 """The rollout side's one object: a sample on its way from prompt to reward."""
 
 import base64
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -128,7 +129,9 @@ class RolloutState(BaseModel):
     generated token (R in all).
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, ser_json_bytes="base64")
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, ser_json_bytes="base64", ser_json_inf_nan="constants"
+    )
 
     group_id: int | None = None
     """Same for the K siblings of a prompt."""
@@ -221,7 +224,13 @@ class RolloutState(BaseModel):
 
 def _plain(value: Any) -> Any:
     """What a judge may have put into its payload: NumPy's and torch's values as Python's, others as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    if not isinstance(value, type):
+        with suppress(Exception):
+            return value.tolist()
+    try:
+        return str(value)
+    except Exception:
+        return object.__repr__(value)
 
 
 _FAILURE_ORDER = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED)

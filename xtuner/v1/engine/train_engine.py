@@ -217,7 +217,7 @@ class TrainEngine:
         most `bucket_bytes`, or of one larger tensor. With `cast=False` a bucket may hold the parameters themselves and
         say in `dtype` what to round them to.
 
-        Every rank must iterate to the end: gathering is collective. Up to four buckets are alive at a time.
+        Every rank must iterate to the end: gathering is collective. Up to five buckets' memory is in use at a time.
         """
         self.check_awake()
         return self.source.buckets(bucket_bytes, dtype or self.compute_dtype, cast)

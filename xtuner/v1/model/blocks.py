@@ -118,9 +118,10 @@ def _join(parts: list[tuple[Tensor, _Cut]], dtype: torch.dtype, group: dist.Proc
     copy_all(slots, rows)  # a part with fewer rows leaves the end of its slot as it is: nobody reads that
     received = sent.new_empty(ranks, sent.numel())
     _all_gather(received.view(-1), sent, group=group)
+    del slots, sent
     wholes = [received]
     if len(parts) > 1:
-        wholes = [sent.new_empty(ranks, count) for count in counts]
+        wholes = [received.new_empty(ranks, count) for count in counts]
         torch.split_with_sizes_copy(received, counts, dim=1, out=wholes)
     return [
         whole.view(ranks * shape[0], *shape[1:])[: cut.size].movedim(0, cut.dim)

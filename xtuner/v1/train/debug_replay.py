@@ -79,14 +79,16 @@ def read_groups(folder: Path, step: int) -> list[Group]:
     """
     groups = []
     path = _path(folder, step)
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 groups.append([RolloutState.model_validate(sample) for sample in json.loads(line)])
+                if not groups[-1]:
+                    raise ValueError("it is empty")
             except ValidationError as error:
                 faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
                 raise ValueError(f"{path}:{number}: no group of samples: {'; '.join(faults)}") from error
-            except (json.JSONDecodeError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: no group of samples: {error}") from error
     return groups
 

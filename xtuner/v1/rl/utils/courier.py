@@ -33,7 +33,10 @@ class Courier:
         self._closing = False
 
     async def call(self, *what: Any) -> Any:
-        """What the call comes to: its result, or its exception, or that of an exchange that went wrong meanwhile."""
+        """What the call comes to: its result, or its exception, or that of a message that went wrong, which may be
+        another call's fault."""
+        if self._closing:
+            raise RuntimeError("this loop ends: nothing is called any more.")
         number = next(self._numbers)
         future = self._waiting[number] = self.loop.create_future()
         self._order(number, what)
@@ -57,16 +60,26 @@ class Courier:
             self._order(number, None)
 
     def _send(self) -> None:
-        if self._closing:
-            return
         orders, self._outbox = list(self._outbox.items()), {}
+        if self._closing or (not orders and (self._under_way or not self._waiting)):
+            return  # who asks only is alone: its answer tells of all calls
         try:
             answer = self._exchange(orders)
         except Exception as error:  # it was not sent
-            self._fail((number for number, _ in orders), error)
+            self._not_sent(orders, error)
             return
         self._rounds += 1
         self._under_way.add(self.loop.create_task(self._round(answer, not orders, self._rounds)))
+
+    def _not_sent(self, orders: list[Order], error: Exception) -> None:
+        calls = [number for number, what in orders if what is not None]
+        self._fail(calls or list(self._waiting), error)
+        if calls:  # what cannot be sent is most likely one of them
+            for number, what in orders:
+                if what is None:
+                    self._order(number, None)
+        if self._waiting and not self._under_way and not self._outbox:
+            self._send()
 
     async def _round(self, answer: Awaitable[list[Result]], asks_only: bool, this: int) -> None:
         results: list[Result] | None = None
@@ -74,6 +87,7 @@ class Courier:
             results = await answer
         except asyncio.CancelledError:  # the loop ends, and with it all calls
             self._closing = True
+            self._fail(list(self._waiting), RuntimeError("this loop ends: nothing is waited for any more."))
             raise
         except Exception as error:  # nobody knows which results are lost with it
             sent = self._waiting.keys() - self._outbox.keys()
@@ -106,7 +120,9 @@ class Desk:
         self._tasks: dict[int, asyncio.Future[Outcome]] = {}
         self._done: list[Result] = []
         self._cancelled_before: set[int] = set()
-        """Calls whose order has not come yet, or has ended."""
+        """Calls whose order has not come yet; also a few that had ended, of which nobody knows here."""
+        self._given_up: set[int] = set()
+        """Calls that were cancelled and have not ended yet."""
         self._turn = 0
         self._changed = asyncio.Event()
 
@@ -127,7 +143,7 @@ class Desk:
             elif number in self._cancelled_before:
                 self._cancelled_before.discard(number)
             else:
-                task = self._tasks[number] = asyncio.ensure_future(self._run(*what))
+                task = self._tasks[number] = asyncio.ensure_future(self._serve(what))
                 task.add_done_callback(partial(self._end, number))
         try:
             while self._tasks and not self._done and turn == self._turn:
@@ -141,14 +157,28 @@ class Desk:
 
     def _cancel(self, number: int) -> None:
         if number in self._tasks:
+            self._given_up.add(number)
             self._tasks[number].cancel()
         else:
             self._cancelled_before.add(number)
 
+    async def _serve(self, what: tuple[Any, ...]) -> Outcome:
+        try:
+            return await self._run(*what)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # sys.exit() ends the call, and neither this process nor the caller's
+            return Outcome.failed(RuntimeError(f"the call ended with {type(error).__name__}: {error}"))
+
     def _end(self, number: int, task: asyncio.Future[Outcome]) -> None:
         del self._tasks[number]
-        cancelled = Outcome.failed(RuntimeError("the call was cancelled in the process that served it."))
-        self._done.append((number, cancelled if task.cancelled() else task.result()))
+        if number in self._given_up:  # nobody waits for it
+            self._given_up.discard(number)
+        elif task.cancelled():
+            error = RuntimeError("the call was cancelled in the process that served it.")
+            self._done.append((number, Outcome.failed(error)))
+        else:
+            self._done.append((number, task.result()))
         self._wake()
 
     def _wake(self) -> None:

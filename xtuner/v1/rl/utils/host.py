@@ -70,7 +70,8 @@ class Host:
 
     async def exchange(self, caller: str, orders: list[Order]) -> list[Result]:
         """See `courier.Desk`; what is ordered are arguments of `call`."""
-        desk = self._desks.setdefault(caller, Desk(self.call))
+        if (desk := self._desks.get(caller)) is None:
+            desk = self._desks[caller] = Desk(self.call)
         try:
             return await desk.exchange(orders)
         finally:
