@@ -1,5 +1,7 @@
 """The model under FSDP2: layers as units, the model as root, weights in and out of shards."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,8 +92,8 @@ def _two_ranks(rank: int, port_file: str) -> None:
     _logprobs(plain).sum().backward()
     for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(b.grad.full_tensor(), a.grad / 2, rtol=1e-5, atol=1e-6)
-    dist.barrier()  # who ends while the other still talks to it may abort
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # torch 2.13 aborts now and then when a process ends that has gathered and summed, all being done
 
 
 def test_two_ranks(tmp_path) -> None:
