@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .handles import WorkerLostError
 from .outcome import Outcome
 
 Order = tuple[int, tuple[Any, ...] | None]
@@ -92,9 +91,8 @@ class Courier:
         except Exception as error:  # nobody knows which results are lost with it
             sent = self._waiting.keys() - self._outbox.keys()
             self._fail(sent, error)
-            if not isinstance(error, WorkerLostError):
-                for number in sent:
-                    self._order(number, None)
+            for number in sent:  # if it is there still
+                self._order(number, None)
         for number, outcome in results or ():
             if (future := self._waiting.pop(number, None)) is not None and not future.done():
                 future.set_result(outcome)
