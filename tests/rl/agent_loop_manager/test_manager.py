@@ -30,7 +30,9 @@ def prompts(tmp_path):
     ],
 )
 def test_batch_is_split_by_largest_remainder(batch, weights, shares):
-    assert split_batch(batch, weights) == shares
+    found, owed = split_batch(batch, weights, [0.0] * len(weights))
+    assert found == shares
+    assert owed == pytest.approx([batch * w / sum(weights) - n for w, n in zip(weights, shares, strict=True)])
 
 
 def test_timing_percentiles():

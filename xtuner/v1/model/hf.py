@@ -202,8 +202,7 @@ def export_hf_batches(model: DecoderModel, dtype: torch.dtype, at_once: int) -> 
     batch: list[str] = []
     size = 0
     for param in by_param:
-        kept = torch.float32 if param in model.float32_names else dtype
-        num_bytes = model.get_parameter(param).numel() * kept.itemsize
+        num_bytes = model.get_parameter(param).numel() * _exported_dtype(model, param, dtype).itemsize
         if batch and size + num_bytes > at_once:
             yield _by_hf_name(model, batch, by_param, dtype)
             batch, size = [], 0
@@ -235,10 +234,14 @@ def _wholes(model: DecoderModel, params: list[str], dtype: torch.dtype) -> list[
         if isinstance(module, LoRALinear) and leaf == "weight":
             wholes[name] = module.merged_weight(dtype)
         else:
-            kept = torch.float32 if name in model.float32_names else dtype
-            rest[name] = (module.get_parameter(leaf).detach(), kept, model.row_orders.get(name))
+            param, order = module.get_parameter(leaf).detach(), model.row_orders.get(name)
+            rest[name] = (param, _exported_dtype(model, name, dtype), order)
     wholes.update(zip(rest, gather_all(list(rest.values())), strict=True))
     return [wholes[name] for name in params]
+
+
+def _exported_dtype(model: DecoderModel, param: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if param in model.float32_names else dtype
 
 
 def weight_views(model: DecoderModel) -> dict[str, Tensor]:

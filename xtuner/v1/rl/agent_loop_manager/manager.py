@@ -69,19 +69,19 @@ class Task:
     strategy: ProduceStrategy
 
 
-def split_batch(batch_size: int, weights: list[float], owed: list[float] | None = None) -> list[int]:
-    """Whole shares in proportion to `weights`: largest remainder, ties by order. 7 over 2:1:0 is 5, 2, 0.
+def split_batch(batch_size: int, weights: list[float], owed: list[float]) -> tuple[list[int], list[float]]:
+    """(whole shares in proportion to `weights`, what is owed after them): largest remainder, ties by order. 7 over
+    2:1:0 is 5, 2, 0 if nothing is owed.
 
     owed: groups by which earlier batches fell short of a task's weight, or negative, were beyond it.
     """
-    total, shares = sum(weights), [0] * len(weights)
-    due = [batch_size * weight / total for weight in weights]
-    if owed is not None:
-        due = [amount + extra for amount, extra in zip(due, owed, strict=True)]
+    total = sum(weights)
+    due = [batch_size * weight / total + extra for weight, extra in zip(weights, owed, strict=True)]
+    shares = [0] * len(weights)
     for _ in range(batch_size):
         most = max(range(len(due)), key=lambda i: (weights[i] > 0, round(due[i] - shares[i], 9), -i))
         shares[most] += 1
-    return shares
+    return shares, [amount - share for amount, share in zip(due, shares, strict=True)]
 
 
 class AgentLoopManager:
@@ -125,8 +125,7 @@ class AgentLoopManager:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: a batch needs at least one group.")
-        weights = [task.weight for task in self.tasks]
-        counts = split_batch(batch_size, weights, self._owed)
+        counts, owed = split_batch(batch_size, [task.weight for task in self.tasks], self._owed)
         shares = [(task, count) for task, count in zip(self.tasks, counts, strict=True) if count]
         async with self.generating():
             tallies = await run_all(
@@ -141,9 +140,7 @@ class AgentLoopManager:
                 f"train step {train_step}: no group was produced, since should_continue_fn ended production "
                 "at once."
             )
-        total = sum(weights)
-        for i, count in enumerate(counts):
-            self._owed[i] += batch_size * weights[i] / total - count
+        self._owed = owed
         if result.dropped_groups or result.judge_errors or result.samples.get(Status.FAILED.value):
             logger.warning(
                 f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "

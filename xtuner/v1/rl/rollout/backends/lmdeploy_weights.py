@@ -61,8 +61,8 @@ class Window(Protocol):
 class CudaWindow:
     """Memory of the GPU that both processes use.
 
-    Torch's own way to hand it over shares events and counts of references too: those of a server that is gone keep the
-    memory, and the next server cannot open what it is given.
+    Torch's own way to hand it over shares events and counts of references too. With that a run's second server could
+    not open what it was given (0.18.0 on an H200), and a server that died kept the memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
