@@ -127,6 +127,9 @@ def test_what_is_called_and_cancelled_at_once_is_never_sent():
         call.send(None)
         with pytest.raises(asyncio.CancelledError):
             call.throw(asyncio.CancelledError())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert post.messages == 0  # an empty one could overtake those that came before, and tell of no call at all
         assert await post.courier.call("later", 0) == ("later", 0) and post.cancelled == []
 
     asyncio.run(main())
@@ -195,19 +198,6 @@ def test_a_message_that_cannot_be_sent_keeps_nobody_waiting_and_loses_no_cancell
                 await post.courier.call("odd")
         assert await asyncio.wait_for(slow, 20) == ("slow", 300)
         assert gone.cancelled() and post.cancelled == ["gone"] and post.at_once == 0
-
-    asyncio.run(main())
-
-
-def test_nothing_is_sent_for_a_call_that_is_cancelled_at_once():
-    async def main():
-        post = Post()
-        post.delays = [80, 1, 1]
-        later = [asyncio.ensure_future(post.courier.call(i, 30)) for i in range(2)]
-        call = asyncio.ensure_future(post.courier.call("never", 3))
-        await asyncio.sleep(0)
-        call.cancel()
-        assert await asyncio.wait_for(asyncio.gather(*later), 20) == [(0, 30), (1, 30)]
 
     asyncio.run(main())
 
