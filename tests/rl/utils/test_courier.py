@@ -262,3 +262,37 @@ def test_nothing_is_under_way_when_nobody_waits():
         assert post.messages == before and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
+
+
+def test_nothing_is_kept_of_a_call_that_was_given_up():
+    async def main():
+        post = Post()
+        call = asyncio.ensure_future(post.courier.call("one", 100_000))
+        while not post.at_once:
+            await asyncio.sleep(0)
+        call.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert post.cancelled == ["one"] and post.desk.idle
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_ends_its_calls_on_both_sides():
+    async def main():
+        post = Post()
+        courier = Courier(post.desk.exchange)
+        call = asyncio.ensure_future(courier.call("one", 100_000))
+        while not post.at_once:
+            await asyncio.sleep(0)
+        for task in list(courier._under_way):
+            task.cancel()
+        with pytest.raises(RuntimeError, match="this loop ends"):
+            await asyncio.wait_for(call, 20)
+        with pytest.raises(RuntimeError, match="this loop ends"):
+            await asyncio.wait_for(courier.call("another", 3), 20)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert post.cancelled == ["one"] and post.desk.idle
+
+    asyncio.run(main())
