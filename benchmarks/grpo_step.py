@@ -116,6 +116,14 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def tiny_run(folder: Path, **changes: Any) -> RLColocateTrainerConfig:
+    """A run of seconds that tests on a GPU change as they need; other arguments are the command line's."""
+    args = arguments(None).parse_args(["--device", "cuda", "--shape", "tiny", "--prompts", "8", "--group", "4"])
+    args.new_tokens, args.steps, args.pack_length, args.chunk, args.recompute = 24, 3, 1024, 512, 0.5
+    vars(args).update(changes)
+    return build(args, folder)
+
+
 def main() -> None:
     args = arguments(__doc__).parse_args()
     engine = dict(args.rollout).get("backend", "native")

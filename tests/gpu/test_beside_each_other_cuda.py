@@ -15,11 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def run(folder, keep, **changes):
     import grpo_step
 
-    class Args:
-        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 5
-        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
-
-    config = grpo_step.build(Args, folder).model_copy(update={"keep_on_device": keep, "deterministic": True} | changes)
+    config = grpo_step.tiny_run(folder, steps=5).model_copy(update={"keep_on_device": keep, "deterministic": True} | changes)
     trainer = config.build()
     run_dir = trainer.run_dir
     trainer.fit()

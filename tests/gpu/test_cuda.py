@@ -88,11 +88,7 @@ def test_engine_log_probs_equal_the_models(model_folder, dtype, tolerance):
 def test_three_steps_on_the_gpu(tmp_path):
     import grpo_step
 
-    class Args:
-        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
-        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
-
-    trainer = grpo_step.build(Args, tmp_path).build()
+    trainer = grpo_step.tiny_run(tmp_path).build()
     run_dir = trainer.run_dir
     trainer.fit()
     rows = [json.loads(line) for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines()]
@@ -104,10 +100,6 @@ def test_three_steps_on_the_gpu(tmp_path):
 def test_a_run_resumes_on_the_gpu(tmp_path):
     import grpo_step
 
-    class Args:
-        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 4
-        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
-
     def losses(config):
         trainer = config.build()
         run_dir = trainer.run_dir
@@ -115,7 +107,7 @@ def test_a_run_resumes_on_the_gpu(tmp_path):
         rows = [json.loads(line) for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines()]
         return [(row["step"], row["train_metrics/worker_0/step_avg_grad_norm"]) for row in rows], run_dir
 
-    config = grpo_step.build(Args, tmp_path)
+    config = grpo_step.tiny_run(tmp_path, steps=4)
     unbroken, _ = losses(config.model_copy(update={"work_dir": str(tmp_path / "a"), "deterministic": True}))
     part = {"work_dir": str(tmp_path / "b"), "checkpoint_interval": 1, "auto_resume": True, "save_final_hf": True}
     part["deterministic"] = True
@@ -133,13 +125,9 @@ def test_a_run_resumes_on_the_gpu(tmp_path):
 def test_memory_options_change_no_update(tmp_path, option):
     import grpo_step
 
-    class Args:
-        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 16, 2
-        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.0, False, []
-
     norms = []
     for on in (False, True):
-        config = grpo_step.build(Args, tmp_path / str(on))
+        config = grpo_step.tiny_run(tmp_path / str(on), new_tokens=16, steps=2, recompute=0.0)
         part = config.train_worker_cfg.optim_cfg if option == "swap_optimizer" else config.train_worker_cfg.fsdp_cfg
         setattr(part, option, on)
         config.deterministic = option != "fp32_lm_head"  # exact mode refuses it

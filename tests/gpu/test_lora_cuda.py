@@ -12,18 +12,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
-class Args:
-    device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
-    pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
-
-
 def lora_run(folder, fsdp=None, **worker):
     """Three steps with a KL to the reference: the run's folder, its rows and its training worker."""
     import grpo_step
 
     from xtuner.v1.config import AdamWConfig, LoRAConfig
 
-    config = grpo_step.build(Args, folder)
+    config = grpo_step.tiny_run(folder)
     cfg = config.train_worker_cfg
     loss = cfg.loss_cfg.model_copy(update={"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 1e-3})
     fields = {"lora_cfg": LoRAConfig(rank=8), "optim_cfg": AdamWConfig(lr=1e-3), "loss_cfg": loss} | worker

@@ -15,11 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 def test_the_engine_has_the_trainer_s_weights_at_every_step(tmp_path):
     import grpo_step
 
-    class Args:
-        device, shape, prompts, group, new_tokens, steps = "cuda", "tiny", 8, 4, 24, 3
-        pack_length, chunk, recompute, compile, rollout = 1024, 512, 0.5, False, []
-
-    config = grpo_step.build(Args, tmp_path)
+    config = grpo_step.tiny_run(tmp_path)
     config = config.model_copy(
         update={
             "launcher": "ray",
