@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -188,7 +189,7 @@ class Worker:
         command = [sys.executable, __file__, "--work", engine, "--model", model, "--memory", str(args.memory)]
         self.engine, self.log = engine, tempfile.TemporaryFile("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
-        self.process = subprocess.Popen([*command, "--cases", *args.cases], text=True, **pipes)
+        self.process = subprocess.Popen([*command, "--cases", *args.cases], text=True, start_new_session=True, **pipes)
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -206,10 +207,11 @@ class Worker:
     def stop(self) -> None:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # an engine's own processes may live on, and hold the card
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def measure(shape: str, args: argparse.Namespace) -> None:

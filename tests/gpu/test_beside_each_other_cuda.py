@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def run(folder, keep, **changes):
     import grpo_step
 
-    config = grpo_step.tiny_run(folder, steps=5).model_copy(update={"keep_on_device": keep, "deterministic": True} | changes)
+    config = grpo_step.tiny_run(folder, steps=5).model_copy(
+        update={"keep_on_device": keep, "deterministic": True} | changes
+    )
     trainer = config.build()
     run_dir = trainer.run_dir
     trainer.fit()
