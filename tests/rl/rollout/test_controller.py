@@ -170,6 +170,19 @@ def test_an_exception_of_the_engine_is_tried_again_elsewhere():
     asyncio.run(main())
 
 
+def test_an_error_of_many_lines_is_one_in_the_log_and_whole_in_the_sample(monkeypatch):
+    from xtuner.v1.utils import get_logger
+
+    async def main():
+        controller, _ = await setup(lambda request, n: ConnectionError("gone\nlast line of its log"))
+        return (await controller.generate(state(11))).error_msg
+
+    said = []
+    monkeypatch.setattr(get_logger(), "warning", said.append)
+    assert asyncio.run(main()) == "ConnectionError: gone\nlast line of its log (2 attempts)"
+    assert said[0] == "rollout 11: ConnectionError: gone … (worker " + said[0].split("(worker ")[1]
+
+
 def test_a_refusal_stands():
     async def main():
         refuse = lambda request, n: GenerateOutput(request.request_id, error="prompt id 99 is outside")

@@ -17,7 +17,7 @@ from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
 from xtuner.v1.rl.trainer.probe import Probe
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
-from xtuner.v1.utils import get_logger, log_to_file
+from xtuner.v1.utils import first_line, get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
 from .canary import Canary
@@ -143,7 +143,8 @@ class RLColocateTrainer:
         try:
             return await work()
         except NoWorkerLeftError as error:
-            logger.error(f"{error}\nThe engines get the weights of version {version}; what was under way begins again.")
+            then = f"The engines get the weights of version {version}; what was under way begins again."
+            logger.error(f"{first_line(error)}\n{then}")
             await self._to_training(keep_weights=False)
             await self._to_rollout(version)
             return await work()

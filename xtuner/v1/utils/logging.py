@@ -21,6 +21,12 @@ def get_logger() -> logging.Logger:
     return logger
 
 
+def first_line(text: object) -> str:
+    """Of a message that is told whole elsewhere; "…" stands for the other lines."""
+    line, *more = str(text).splitlines() or [""]
+    return line + " …" if more else line
+
+
 def log_to_file(path: Path, rank: int = 0) -> None:
     """Also write every message to `path`, with the rank in front."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.utils import Handle, WorkerLostError
 from xtuner.v1.rl.weight_update import EngineDownError
-from xtuner.v1.utils import get_logger
+from xtuner.v1.utils import first_line, get_logger
 
 from .answers import abort, fail, fill, fit_to_context, output_problem, sample_seed
 from .backends.base import GenerateOutput, GenerateRequest, MemoryTag
@@ -91,7 +91,7 @@ class RolloutController:
                 state.rollout_worker = replica.name
                 return fill(state, output, self.tokenizer)
             self._warn(
-                f"rollout {state.rollout_id}: {problem} (worker {replica.name}, attempt {attempt + 1} of "
+                f"rollout {state.rollout_id}: {first_line(problem)} (worker {replica.name}, attempt {attempt + 1} of "
                 f"{self.config.max_retry_per_sample + 1})"
             )
         self._events["failures"] += 1
