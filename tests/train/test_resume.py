@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +57,14 @@ def broken(cfg, message: str = "could not be judged") -> Run:
     return Run(trainer, {})
 
 
+class Draws(BreaksAfter):
+    """Rewards of Python's and NumPy's own generators."""
+
+    def __call__(self, response, label, extra_info):
+        super().__call__(response, label, extra_info)
+        return {"score": random.random() + np.random.random()}
+
+
 def without_seconds(row):
     """The metrics that two processes must agree on."""
     own = {"time", "timing", "throughput", "rollout", "training_s"}
@@ -65,6 +75,17 @@ def without_seconds(row):
 def unbroken(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     return fit(long_config(model, folder))
+
+
+def test_rewards_that_draw_go_on_where_they_were(model, tmp_path):
+    def rewards(folder, **changes):
+        folder.mkdir(exist_ok=True)
+        return long_config(model, folder, checkpoint_interval=1, **changes)
+
+    whole = fit(rewards(tmp_path / "a", task={"reward": Draws(10**6)})).series("response/rewards/mean")
+    broken(rewards(tmp_path / "b", task={"reward": Draws(2 * BATCH * K + 3)}))
+    resumed = fit(rewards(tmp_path / "b", task={"reward": Draws(10**6)}))
+    assert resumed.series("response/rewards/mean") == pytest.approx(whole, abs=1e-9)
 
 
 # The end of an epoch; and the middle of one, behind a checkpoint, so that a step is made again.

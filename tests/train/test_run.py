@@ -118,6 +118,7 @@ def test_weights_are_pushed_every_other_step_where_asked(model, tmp_path):
     changes = dict(sync_weights_interval=2, total_train_steps=5, evaluate_step=2, checkpoint_interval=2)
     run = fit(config(model, tmp_path, **(with_evaluation(model, tmp_path) | changes)))
     assert [run.trajectories(s)[0]["model_steps"] for s in range(1, 6)] == [[0], [0], [2], [2], [4]]
+    assert run.series("rollout/model_step") == [0, 0, 2, 2, 4]
     gaps = run.series("mismatch/mismatch_logprob_abs_diff")
     assert max(gaps[0::2]) < 1e-5 < 1e-3 < min(gaps[1::2]), "every second batch comes from older weights"
     assert [step for step, row in enumerate(run.rows, 1) if "eval/accuracy" in row] == [2, 4]

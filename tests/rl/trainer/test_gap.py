@@ -39,10 +39,12 @@ def test_the_first_token_that_differs_is_named_and_all_are_counted():
     assert "deterministic=False" in str(error.value)
 
 
-def test_a_pack_without_the_engine_s_log_probs_is_passed_by():
-    pack = _pack([5, 6])
-    pack.rollout_logprobs = None
-    assert describe_gap([pack], [torch.zeros(2)]) is None
+def test_log_probs_that_the_engine_did_not_give_are_not_equal():
+    samples = [TrainingSample(i, [1, 2], [-100, 5], [1.0] * 2, [0.0, -1.0] if i else None, 2) for i in range(2)]
+    pack = make_pack(make_units(samples, False, 100, 8, 8), False, 1)
+    gap = describe_gap([pack], [torch.full((2,), -1.0)])
+    assert gap is not None and "rollout 0, trained token 0 (id 5): nan by the engine" in gap
+    assert "1 of 2 tokens differ" in gap
 
 
 def test_not_a_number_differs_from_itself():

@@ -192,8 +192,27 @@ def test_a_correction_needs_the_engine_s_log_probs(worker_of):
     worker = worker_of(loss_cfg=loss_cfg(rollout_is=RolloutImportanceSampling(rollout_is_threshold=(0.5, 2.0))))
     samples = make_samples(2)
     samples[0].rollout_logprobs = None
-    with pytest.raises(RuntimeError, match="rollout_is needs the engine's log-probs"):
+    message = "rollout_is needs the engine's log-probs, but rollout 0 came without them \\(1 of 2"
+    with pytest.raises(RuntimeError, match=message):
         worker.fit(packs_of(samples)[0], 1)
+
+
+def test_a_sample_without_log_probs_hides_no_other_s_gap(worker_of):
+    found = []
+    for missing in (False, True):
+        worker, samples = worker_of(), make_samples(3)
+        for i in (1, 2):
+            samples[i].rollout_logprobs = [value + i for value in samples[i].rollout_logprobs]
+        if missing:
+            samples[0].rollout_logprobs = None
+        else:
+            samples = samples[1:]
+        found.append(worker.fit(packs_of(samples)[0], 1).metrics)
+        worker.stop()
+    for key, value in found[0].items():
+        if key.startswith(("mismatch/", "entropy/rollout")):
+            assert found[1][key] == pytest.approx(value, abs=1e-6), key
+    assert found[1]["mismatch/mismatch_logprob_abs_diff"] > 0.5
 
 
 def test_a_step_can_be_profiled(worker_of, tmp_path):
@@ -283,10 +302,7 @@ def test_two_ranks_equal_one(model, two_ranks, name):
         assert a.keys() == b.keys()
         for key in a.keys() - local:
             assert b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-5, nan_ok=True), key
-    # Of the process, and a count of tokens with the engine's log-probs, which one pack has all or none of.
-    local = {"training_s", "compiled_programs"}
-    if "no engine" in name:
-        local.add("mismatch/mismatch_differing_tokens")
+    local = {"training_s", "compiled_programs"}  # of the process
     for a, b, c in zip(one["metrics"], first["metrics"], second["metrics"], strict=True):
         assert b.keys() == c.keys()
         for key in a.keys() - local:

@@ -53,7 +53,7 @@ class PackedBatch:
     rollout_ids: list[int]
     """Samples in the order in which their trained tokens stand; empty for an all-padding pack."""
     rollout_logprobs: Tensor | None = None
-    """float32 [N], the engine's log-probs, None if the engine gave none."""
+    """float32 [N], the engine's log-probs; NaN for samples that came without. None: compared with no engine."""
     routed_experts: Tensor | None = None
     """int16 [T, L, K], the experts to use for each row in the L layers that have some; -1: not known, the router's own
     choice. None: its own choice everywhere."""

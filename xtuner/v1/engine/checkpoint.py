@@ -17,6 +17,7 @@ from torch import Tensor
 from xtuner.v1.model.blocks import local_pieces
 from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.device import host_rng, set_host_rng
 from xtuner.v1.utils.tensor_file import write_tensor_file
 
 from .frozen import check_frozen, describe_frozen
@@ -65,7 +66,7 @@ def save_train_state(
     meta = {
         "layout": json.dumps(where), "optimizer_step": str(engine.optimizer_step), "world_size": str(world),
         "with_optimizer": json.dumps(with_optimizer), "counters": json.dumps(counters or {}),
-        "frozen": json.dumps(describe_frozen(engine)),
+        "frozen": json.dumps(describe_frozen(engine)), "rng": host_rng(),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_tensor_file(folder / f"rank-{rank:05d}-of-{world:05d}.safetensors", tensors, meta)
@@ -157,6 +158,8 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     torch.set_rng_state(own.get_tensor("rng/cpu"))
     if engine.device.type == "cuda" and "rng/cuda" in own.keys():
         torch.cuda.set_rng_state(own.get_tensor("rng/cuda"), engine.device)
+    if "rng" in (meta := own.metadata()):
+        set_host_rng(meta["rng"])
     dist.barrier()
     return shards.counters
 

@@ -18,7 +18,14 @@ from xtuner.v1.rl.trainer.probe import Probe
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
 from xtuner.v1.utils import first_line, get_logger, log_to_file
-from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
+from xtuner.v1.utils.device import (
+    host_rng,
+    keep_freed_memory,
+    old_objects_stay,
+    rare_garbage_collection,
+    seed_everything,
+    set_host_rng,
+)  # fmt: skip
 
 from .canary import Canary
 from .checkpoints import expect_files, read_state, refuse_done, saving, write_state
@@ -88,6 +95,8 @@ class RLColocateTrainer:
     async def _fit(self) -> dict[str, float]:
         await self._to_training(keep_weights=False)
         await self._to_rollout(self.cur_step)
+        if self.rng is not None:
+            set_host_rng(self.rng)
         metrics = await self._catch_up()
         for step in range(self.cur_step + 1, self.total_steps + 1):
             metrics = await self._step(step)
@@ -112,7 +121,7 @@ class RLColocateTrainer:
         with timer("training"):
             results = await self.train(report, step, probe)
         metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results) | compared
-        metrics |= self.log_training(step, batch.groups, results)
+        metrics |= {"rollout/model_step": float(self.model_step)} | self.log_training(step, batch.groups, results)
         with timer("save_ckpt"):
             await self._save(step, last, metrics)
         if evaluating or not last:
@@ -284,7 +293,7 @@ class RLColocateTrainer:
                 state = {
                     "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
                     "manager": self.manager.state_dict(), "replay_buffer": buffer,
-                    "schedule_from": self.schedule_from,
+                    "schedule_from": self.schedule_from, "rng": host_rng(),
                 }  # fmt: skip
                 write_state(part, state)
             self.experiment.saved(final, cfg.checkpoint_maxkeep)
@@ -321,9 +330,10 @@ class RLColocateTrainer:
         return gap_metrics(gaps)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """The row of the step. It is written last: when it is there, everything else is."""
+        """The row of the step. It is written last: when it is there, everything else is. `rollout/model_step` is of
+        the weights that made its samples."""
         assert self.writer is not None and self.progress is not None and self.experiment is not None
-        metrics |= {"step": float(step), "rollout/model_step": float(self.model_step)}
+        metrics = {"rollout/model_step": float(self.model_step)} | metrics | {"step": float(step)}
         self.writer.step(step, metrics)
         self.progress.step(step, metrics)
         self.cur_step = self.experiment.entry["cur_step"] = step
@@ -350,6 +360,7 @@ class RLColocateTrainer:
         log_to_file(self.experiment.logs / "rank_0.log")
         self.cur_step = self.model_step = self.updates = 0
         self.schedule_from = 0
+        self.rng: str | None = None
         """The step behind which the learning-rate schedule begins."""
         self.first_step = 0
         """Whose weights this run began with."""
@@ -411,7 +422,7 @@ class RLColocateTrainer:
         assert self.experiment is not None and load.checkpoint_path is not None
         state = read_state(Path(load.checkpoint_path))
         self.cur_step = self.model_step = state["cur_step"]
-        self.updates = state["optimizer_updates"]
+        self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
         if self.experiment.resumed:
             behind = self.experiment.last_step < self.cur_step

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import json
 import os
 import random
 import sys
@@ -79,6 +80,20 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def host_rng() -> str:
+    """The states of Python's and NumPy's generators, which rewards and samplers of the user's own may draw from."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return json.dumps({"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]})
+
+
+def set_host_rng(state: str) -> None:
+    """Go on from what `host_rng` gave."""
+    states = json.loads(state)
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(states["numpy"]))
 
 
 def set_deterministic(on: bool) -> None:

@@ -1,4 +1,6 @@
-"""Where the engine's log-probs differ from the trainer's although both are exact."""
+"""Where the engine's log-probs are missing, or differ from the trainer's although both are exact."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -8,18 +10,17 @@ from xtuner.v1.data_proto import PackedBatch
 
 def describe_gap(packs: list[PackedBatch], logprobs: list[Tensor]) -> str | None:
     """The first trained token whose log-prob (float32 [N] a pack) is not the engine's, and how many there are; None
-    if all are equal to the bit."""
+    if all are equal to the bit. One that the engine did not give (NaN) is not."""
     first, differing, tokens, largest = "", 0, 0, 0.0
     for pack, ours in zip(packs, logprobs, strict=True):
         theirs = pack.rollout_logprobs
-        if theirs is None:
-            continue
+        assert theirs is not None
         where = (theirs != ours).nonzero().flatten()
         tokens += ours.numel()
         if not where.numel():
             continue
         differing += where.numel()
-        largest = max(largest, float((theirs - ours)[where].abs().max()))
+        largest = max(largest, float((theirs - ours)[where].nan_to_num().abs().max()))
         if not first:
             at = int(where[0])
             sample = int(pack.sample_index[at])
@@ -40,3 +41,15 @@ def refuse_gap(packs: list[PackedBatch], logprobs: list[Tensor]) -> None:
             "with other weights or kernels than the trainer, or an agent loop changed ids or sampling parameters. "
             "deterministic=False goes on and shows the gap in mismatch/*."
         )
+
+
+def need_logprobs(packs: Iterable[PackedBatch]) -> None:
+    """Raise RuntimeError if a sample came without the engine's log-probs."""
+    for pack in packs:
+        assert pack.rollout_logprobs is not None
+        if (missing := pack.sample_index[pack.rollout_logprobs.isnan()]).numel():
+            ids = sorted(pack.rollout_ids[i] for i in set(missing.tolist()))
+            raise RuntimeError(
+                f"loss_cfg.rollout_is needs the engine's log-probs, but rollout {ids[0]} came without them ({len(ids)} "
+                f"of {len(pack.rollout_ids)} samples of its pack). An agent loop of your own must keep them."
+            )

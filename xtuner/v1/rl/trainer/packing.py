@@ -107,7 +107,6 @@ def make_pack(
     advantages: list[float] = []
     logprobs: list[float] = []
     samples = [sample for unit in units for sample in unit.samples]
-    has_logprobs = all(s.rollout_logprobs is not None for s in samples)
     for unit in units:
         shared, base, first = -1, len(ids), 0
         if share_prompts:
@@ -128,8 +127,8 @@ def make_pack(
                 prefix.append(shared)
             labels += sample.labels[last:]
             advantages += sample.advantages[last:]
-            if has_logprobs and sample.rollout_logprobs is not None:
-                logprobs += sample.rollout_logprobs[last:]
+            known = sample.rollout_logprobs
+            logprobs += known[last:] if known is not None else [math.nan] * (length - last)
     padding = -len(ids) % pad_multiple or (pad_multiple if not ids else 0)
     if padding:
         ids += [0] * padding
@@ -153,7 +152,7 @@ def make_pack(
         inv_temperature=of_trained(np.repeat(inv_temperature, lengths)),
         sample_index=of_trained(np.repeat(np.arange(len(samples)), lengths)),
         rollout_ids=[s.rollout_id for s in samples],
-        rollout_logprobs=of_trained(np.array(logprobs, dtype=np.float32)) if has_logprobs else None,
+        rollout_logprobs=of_trained(np.array(logprobs, dtype=np.float32)),
         routed_experts=_lay_experts(units, share_prompts, len(ids), routing_shape) if routing_shape else None,
         num_padding=padding,
     )

@@ -108,14 +108,15 @@ def build_samples(
     with one member left has advantage 0. A sample longer than a pack is left out of training (and counted), but
     its reward stays in its group's statistics. `state.advantage` is set for every trainable member. The engine's
     experts move from the states to the samples, unless they are to be kept. Where log-probs are of the model's own
-    distribution although another temperature was drawn with, training is at temperature 1, and counted.
+    distribution although another temperature was drawn with, training is at temperature 1, and counted; so are samples
+    without log-probs.
     """
     samples: list[TrainingSample] = []
     dropped: dict[str, int] = {}
     rewards_all: list[float] = []
     lengths: list[int] = []
     prompts: list[int] = []
-    weighted = no_signal = cut = unscaled = 0.0
+    weighted = no_signal = cut = unscaled = missing_logprobs = 0.0
     for group in groups:
         members = [state for state in group if is_trainable(state)]
         if missing := len(group) - len(members):
@@ -134,6 +135,7 @@ def build_samples(
             cut += state.finish_reason == "length"
             weighted += advantage * len(state.response_ids)
             unscaled += state.logprob_stage == "raw" and state.sample_params.temperature != 1
+            missing_logprobs += state.logprobs is None
             sample = make_sample(state, advantage)
             if not keep_routed_experts:
                 state.routed_experts = None
@@ -155,6 +157,8 @@ def build_samples(
         }
     if unscaled:
         metrics["unscaled_logprob_share"] = unscaled / len(lengths)
+    if missing_logprobs:
+        metrics["missing_logprob_share"] = missing_logprobs / len(lengths)
     for reason, count in dropped.items():
         metrics[f"dropped/{reason}"] = count
     return SampleReport(samples, dropped, metrics)

@@ -40,7 +40,7 @@ from xtuner.v1.utils.device import (
 )
 
 from .config import WorkerConfig
-from .gap import refuse_gap
+from .gap import need_logprobs, refuse_gap
 from .probe import Probe, with_rider
 from .room import has_room
 
@@ -181,6 +181,8 @@ class TrainingWorker:
         """
         try:
             with self._profiled(train_step):
+                if self.config.loss_cfg.rollout_is.enabled:
+                    need_logprobs(pack for packs in slices for pack in packs)
                 on_device = [[self._to_device(pack) for pack in packs] for packs in slices]
                 self.judged = {}
                 if probe is not None:
@@ -335,8 +337,7 @@ class TrainingWorker:
         config = self.config.loss_cfg.rollout_is
         if not config.enabled:
             return None, None, {}
-        if pack.rollout_logprobs is None:
-            raise RuntimeError("loss_cfg.rollout_is needs the engine's log-probs, but a sample came without them.")
+        assert pack.rollout_logprobs is not None
         return rollout_is_weights(
             old[id(pack)], pack.rollout_logprobs, pack.sample_index, len(pack.rollout_ids), config
         )
@@ -371,9 +372,9 @@ class TrainingWorker:
         rows: list[Metrics] = []
         for pack in packs:
             train = seen[id(pack)]
-            engine, known = pack.rollout_logprobs, slice(None)
-            if engine is None:  # every rank reduces the same names: without engine's log-probs, of no tokens
-                engine, known = train[:0], slice(0)
+            assert pack.rollout_logprobs is not None
+            known = ~pack.rollout_logprobs.isnan()
+            engine = pack.rollout_logprobs[known]
             gap = mismatch_metrics(train[known], engine, pack.sample_index[known], len(pack.rollout_ids))
             row = {"entropy/train": mean_of(-train), "entropy/rollout": mean_of(-engine)}
             rows.append(row | {f"mismatch/{name}": value for name, value in gap.items()})
