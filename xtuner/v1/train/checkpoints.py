@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xtuner.v1.utils import get_logger, move_into_place, remove_path, write_json
+from xtuner.v1.utils.device import host_rng, set_host_rng
 
 STATE_FILE = "train_state.json"
 _NAME = re.compile(r"(?:ckpt|hf)-step-(\d+)")
@@ -89,8 +90,8 @@ def remove_leftovers(run: Path) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """The driver's part of a checkpoint."""
-    write_json(folder / STATE_FILE, state)
+    """The driver's part of a checkpoint, with the states of its generators."""
+    write_json(folder / STATE_FILE, state | {"rng": host_rng()})
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -105,6 +106,12 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"load_checkpoint_cfg.checkpoint_path={str(folder)!r}: no {STATE_FILE} there; give a ckpt-step-N folder."
         )
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def restore_rng(rng: str | None) -> None:
+    """Rewards and whatever else draws in the driver go on as if it had never ended. None: of an older checkpoint."""
+    if rng is not None:
+        set_host_rng(rng)
 
 
 def refuse_done(folder: Path, total_steps: int) -> None:

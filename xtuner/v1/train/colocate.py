@@ -18,17 +18,10 @@ from xtuner.v1.rl.trainer.probe import Probe
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
 from xtuner.v1.utils import first_line, get_logger, log_to_file
-from xtuner.v1.utils.device import (
-    host_rng,
-    keep_freed_memory,
-    old_objects_stay,
-    rare_garbage_collection,
-    seed_everything,
-    set_host_rng,
-)  # fmt: skip
+from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
 
 from .canary import Canary
-from .checkpoints import expect_files, read_state, refuse_done, saving, write_state
+from .checkpoints import expect_files, read_state, refuse_done, restore_rng, saving, write_state
 from .checks import epoch_steps, measured_problems
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
@@ -95,8 +88,7 @@ class RLColocateTrainer:
     async def _fit(self) -> dict[str, float]:
         await self._to_training(keep_weights=False)
         await self._to_rollout(self.cur_step)
-        if self.rng is not None:
-            set_host_rng(self.rng)
+        restore_rng(self.rng)
         metrics = await self._catch_up()
         for step in range(self.cur_step + 1, self.total_steps + 1):
             metrics = await self._step(step)
@@ -293,7 +285,7 @@ class RLColocateTrainer:
                 state = {
                     "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
                     "manager": self.manager.state_dict(), "replay_buffer": buffer,
-                    "schedule_from": self.schedule_from, "rng": host_rng(),
+                    "schedule_from": self.schedule_from,
                 }  # fmt: skip
                 write_state(part, state)
             self.experiment.saved(final, cfg.checkpoint_maxkeep)
