@@ -41,7 +41,8 @@ _SECOND = re.compile(
 )
 """Another number that takes part in the statement: a list, a range, a sum, hours and minutes."""
 _STATES = re.compile(r"(?::|\b(?:is|are|be|was|equals?))\W*$", re.IGNORECASE)
-_COMMENT = re.compile(r"\s\([^()]*[A-Za-z=][^()]*\)")
+_COMMENT = re.compile(r"\s\((?:[^()]*[A-Za-z=]|\s*\d[\d\s.,]*[+*×÷])[^()]*\)")
+"""Words, an equation, or how the number came about: `72 (3 + 69)`."""
 _SIGN = re.compile(r"([+-])(\s*)$")
 _CURRENCY = "$€£¥₹₽₩"
 _DROPPED = str.maketrans("", "", _CURRENCY + "`")
