@@ -13,11 +13,17 @@ from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, Pa
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
 from xtuner.v1.rl.judger import ComposedJudgerConfig, GSM8KJudgerConfig, JudgerConfig
-from xtuner.v1.rl.loss import GRPOLossConfig
+from xtuner.v1.rl.loss import GRPOLossConfig, RolloutImportanceSampling
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
 from xtuner.v1.utils import get_logger
 
 from .helpers import PROMPT, RESPONSE, config, fit, spread, task, with_evaluation, write_moe_model, write_prompts
+
+
+def of_sequences():
+    """A loss with importance weights of whole responses."""
+    correction = RolloutImportanceSampling(rollout_is_level="sequence", rollout_is_threshold=(0.5, 2.0))
+    return GRPOLossConfig(policy_loss_cfg={"cliprange_low": 0.2, "cliprange_high": 0.28}, rollout_is=correction)
 
 
 def problems_of(model, tmp_path, **changes) -> str:
@@ -138,6 +144,10 @@ def sampling(**fields):
         (sampling(top_k=1), "temperature=1.0, top_k=1 is greedy"),
         (sampling(sampling_seed=5), "train: sample_params.sampling_seed=5 gives all responses of a group the same"),
         (sampling(return_logprob=False), "return_logprob and return_token_ids must be True"),
+        (
+            sampling(top_p=0.5) | {"worker": {"loss_cfg": of_sequences()}},
+            "top_p=0.5 with loss_cfg.rollout_is.rollout_is_level='sequence': a weight is the product over",
+        ),
         ({"task": {"k": 1}}, "prompt_repeat_k=1, but a group needs at least 2 responses: GRPOAdvantageConfig"),
         ({"task": {"k": 1}, "advantage_estimator_config": RLOOAdvantageConfig()}, "at least 2 responses: RLOO"),
         ({"task": {"k": 1}, "advantage_estimator_config": OPOAdvantageConfig()}, "at least 2 responses: OPO"),

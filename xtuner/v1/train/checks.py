@@ -335,6 +335,14 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", task: TaskSpecConfig) -
             f"{where}: sample_params {changes} change the sampled distribution; the trainer's log-probs are of the "
             "model's own. The gap shows in mismatch/*."
         )
+        correction = cfg.train_worker_cfg.loss_cfg.rollout_is
+        if correction.enabled and correction.rollout_is_level == "sequence":
+            problems.append(
+                f"{where}: sample_params {changes} with loss_cfg.rollout_is.rollout_is_level='sequence': a weight is "
+                "the product over the response of what each token's distribution was changed by, which goes to 0 with "
+                "the length, so that next to nothing is learnt. Set 'token' or 'geometric', or sample from the model's "
+                "own distribution."
+            )
     return problems
 
 
