@@ -11,7 +11,7 @@ from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.model import ZLossConfig, get_model_config_from_hf
 from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
-from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
+from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, SyncProduceStrategyConfig, drop_equal_rewards
 from xtuner.v1.rl.judger import ComposedJudgerConfig, GSM8KJudgerConfig, JudgerConfig
 from xtuner.v1.rl.loss import GRPOLossConfig, RolloutImportanceSampling
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
@@ -143,11 +143,14 @@ def sampling(**fields):
         (sampling(temperature=0.0), "train: sample_params.temperature=0.0, top_k=0 is greedy"),
         (sampling(top_k=1), "temperature=1.0, top_k=1 is greedy"),
         (sampling(sampling_seed=5), "train: sample_params.sampling_seed=5 gives all responses of a group the same"),
-        (sampling(return_logprob=False), "return_logprob and return_token_ids must be True"),
         (
             sampling(top_p=0.5) | {"worker": {"loss_cfg": of_sequences()}},
             "top_p=0.5 with loss_cfg.rollout_is.rollout_is_level='sequence': a weight is the product over",
         ),
+        (sampling(temperature=9e-6), "temperature=9e-06, top_k=0 is greedy"),
+        (sampling(return_logprob=False), "train: sample_params.return_logprob must be True"),
+        (sampling(return_token_ids=False), "train: sample_params.return_token_ids=False: the native engine is asked"),
+        (sampling(no_stop_trim=False), "train: sample_params.no_stop_trim=False"),
         ({"task": {"k": 1}}, "prompt_repeat_k=1, but a group needs at least 2 responses: GRPOAdvantageConfig"),
         ({"task": {"k": 1}, "advantage_estimator_config": RLOOAdvantageConfig()}, "at least 2 responses: RLOO"),
         ({"task": {"k": 1}, "advantage_estimator_config": OPOAdvantageConfig()}, "at least 2 responses: OPO"),
@@ -241,6 +244,60 @@ def test_evaluation_may_be_greedy_or_seeded_and_is_checked_too(model, tmp_path):
     assert "eval_agent_loop_manager_cfg.long: prompt max_length=48" in problems_of(model, tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"return_token_ids": False}, "eval: sample_params.return_token_ids=False: the native engine is asked for ids"),
+        ({"no_stop_trim": False}, "eval: sample_params.no_stop_trim=False"),
+        ({"stop_token_ids": [10**6]}, "eval: sample_params.stop_token_ids=[1000000] are outside the model's voc"),
+        ({"top_logprobs": 21}, "eval: sample_params.top_logprobs=21: the native engine reports up to 20"),
+    ],
+)
+def test_what_an_evaluation_s_engine_would_refuse_is_told_before(model, tmp_path, params, message):
+    params = SampleParams(max_tokens=RESPONSE, **params)
+    (problem,) = config(model, tmp_path, **with_evaluation(model, tmp_path, params=params)).check()
+    assert f"eval_agent_loop_manager_cfg.{message}" in problem
+
+
+@pytest.mark.parametrize(
+    "backend, params, message",
+    [
+        ("sglang", {"sampling_seed": 5}, "sampling_seed=5: sglang draws by a request's seed only with"),
+        ("sglang", {"repetition_penalty": 1.1}, "repetition_penalty=1.1: sglang leaves the prompt out"),
+        ("sglang", {"min_tokens": 2, "stops": ["a"]}, "min_tokens=2: sglang stops at stop strings before that"),
+        ("lmdeploy", {"stops": ["a"]}, "stops: lmdeploy stops at any token that holds such a string"),
+        ("lmdeploy", {"presence_penalty": 0.5}, "lmdeploy has no such penalties"),
+        ("lmdeploy", {"temperature": 3.0}, "temperature=3.0: lmdeploy takes up to 2"),
+        ("vllm", {"temperature": 0.005}, "temperature=0.005: vllm draws at 0.01 at least"),
+    ],
+)
+@pytest.mark.parametrize("manager", ["train", "eval"])
+def test_what_one_engine_would_refuse_is_told_for_this_engine_alone(model, tmp_path, backend, params, message, manager):
+    """Also where it is not installed."""
+
+    def text(backend, **fields):
+        given = SampleParams(max_tokens=RESPONSE, **params)
+        of_task = {"task": {"params": given}} if manager == "train" else with_evaluation(model, tmp_path, params=given)
+        return problems_of(model, tmp_path, rollout={"backend": backend, **fields}, **of_task)
+
+    assert f"_manager_cfg.{manager}: sample_params." in text(backend)
+    assert message in text(backend) and message not in text("native")
+    if "sampling_seed" in params:
+        assert message not in text(backend, extra_rollout_config={"sglang_enable-deterministic-inference": True})
+
+
+def test_what_an_evaluation_does_not_use_is_a_doubt(model, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    strategy = SyncProduceStrategyConfig(is_valid_sample_fn=drop_equal_rewards(), step_timeout=60)
+    for fields in ({}, {"produce_strategy_config": strategy, "weight": 2.0}):
+        assert problems_of(model, tmp_path, **with_evaluation(model, tmp_path, **fields)) == ""
+    (text,) = said
+    assert "eval_agent_loop_manager_cfg.eval: an evaluation does not use weight=2, " in text
+    assert "produce_strategy_config.is_valid_sample_fn=" in text and "should_continue_fn" not in text
+    assert "produce_strategy_config.step_timeout=60" in text
+
+
 @pytest.mark.parametrize("composed", [False, True])
 def test_a_judge_that_compares_needs_labels(model, tmp_path, composed):
     def text(judger, required):
@@ -322,7 +379,9 @@ def test_sampling_that_is_not_the_model_s_own_is_a_doubt(model, tmp_path, params
     assert len(said) == 1 and f"{name}={value} change the sampled distribution" in said[0]
 
 
-@pytest.mark.parametrize("params, said_of", [({"sampling_seed": 3}, "sampling_seed=3"), ({"temperature": 0}, "=0,")])
+@pytest.mark.parametrize("params, said_of", [
+    ({"sampling_seed": 3}, "sampling_seed=3"), ({"temperature": 0}, "=0,"), ({"temperature": 1e-6}, "=1e-06,"),
+])  # fmt: skip
 def test_repeats_of_an_evaluation_that_are_copies_are_a_doubt(model, tmp_path, params, said_of, monkeypatch):
     """Their pass@k would be reported without a word."""
     said: list[str] = []

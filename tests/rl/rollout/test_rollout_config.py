@@ -1,3 +1,4 @@
+import inspect
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.rollout import worker
+from xtuner.v1.rl.rollout.backends import sampling_checks
 from xtuner.v1.rl.rollout.backends.options import engine_options, no_effect_in, not_in
 from xtuner.v1.rl.rollout.worker import RolloutConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
@@ -309,14 +311,9 @@ def test_every_field_does_something_is_refused_or_is_said_to_do_nothing(backend)
 def test_every_sampling_parameter_reaches_the_engine_or_is_refused(backend):
     """What is left out of a request would silently be the server's default."""
     folder = Path(worker.__file__).parent
-    names = (
-        f"backends/{backend}.py",
-        "backends/served.py",
-        "backends/request_checks.py",
-        "answers.py",
-        "controller.py",
-    )
-    sources = "".join((folder / name).read_text() for name in names)
+    names = (f"backends/{backend}.py", "backends/served.py", "answers.py", "controller.py")
+    checks = (sampling_checks.refusal, sampling_checks.OWN_REFUSALS[backend])
+    sources = "".join([*((folder / name).read_text() for name in names), *map(inspect.getsource, checks)])
     used = {name for name in SampleParams.model_fields if re.search(rf"\b(p|params)\.{name}\b", sources)}
     one_value = {"n", "stream", "spaces_between_special_tokens"}  # the class refuses others
     of_the_config = {"return_routed_experts"}  # enable_return_routed_experts is refused

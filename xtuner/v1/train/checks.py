@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
-from xtuner.v1.rl.agent_loop_manager import TaskSpecConfig
+from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig, TaskSpecConfig
 from xtuner.v1.rl.agent_loop_manager.sampler import Sampler
 from xtuner.v1.rl.rollout.backends.native.requests import read_eos_ids
+from xtuner.v1.rl.rollout.backends.options import engine_arguments
+from xtuner.v1.rl.rollout.backends.sampling_checks import is_greedy, refusal
 from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
 
@@ -48,12 +50,28 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
         for task in cfg.eval_agent_loop_manager_cfg.task_list():
             problems += _check_task(cfg, "eval_agent_loop_manager_cfg", task)
             _warn_of_copies(task)
+            _warn_of_unused(task)
     return problems
+
+
+def _warn_of_unused(task: TaskSpecConfig) -> None:
+    """An evaluation takes every prompt once and keeps every answer, whatever the task says of batches."""
+    strategy, unused = task.produce_strategy_config, [] if task.weight == 1 else [f"weight={task.weight:g}"]
+    if type(strategy) is not SyncProduceStrategyConfig:
+        unused.append(f"produce_strategy_config={type(strategy).__name__}")
+    for name, field in type(strategy).model_fields.items():
+        value = getattr(strategy, name)
+        if value != field.get_default(call_default_factory=True):
+            unused.append(f"produce_strategy_config.{name}={getattr(value, '__name__', value)}")
+    if unused:
+        get_logger().warning(
+            f"eval_agent_loop_manager_cfg.{task.task_name}: an evaluation does not use {', '.join(unused)}."
+        )
 
 
 def _warn_of_copies(task: TaskSpecConfig) -> None:
     params, repeat = task.agent_loop_config.sample_params, task.sampler_config.prompt_repeat_k
-    if repeat > 1 and (params.sampling_seed is not None or params.temperature == 0 or params.top_k == 1):
+    if repeat > 1 and (params.sampling_seed is not None or is_greedy(params)):
         get_logger().warning(
             f"eval_agent_loop_manager_cfg.{task.task_name}: sample_params.temperature={params.temperature:g}, "
             f"top_k={params.top_k}, sampling_seed={params.sampling_seed} make the {repeat} responses to a prompt alike"
@@ -260,7 +278,7 @@ def _check_task(cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConf
         path = Path(item["dataset"].anno_path).expanduser()
         if not path.exists():
             problems.append(f"{where}: dataset anno_path={str(path)!r} does not exist.")
-    problems += _length_problems(cfg, manager, task)
+    problems += _length_problems(cfg, manager, task) + _sampling_problems(cfg, where, task)
     datasets, judger = task.sampler_config.dataloader_cfg.dataset_config_list or [], task.judger_config
     if judger is not None and judger.needs_label and not all(d["tokenize_fn"].require_ground_truth for d in datasets):
         problems.append(
@@ -271,6 +289,18 @@ def _check_task(cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConf
     if task.judger_config is None and type(task.agent_loop_config) is SingleTurnAgentLoopConfig:
         problems.append(f"{where}: judger_config is None: nothing would give a reward.")
     return problems
+
+
+def _sampling_problems(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:
+    """What would make the engine refuse every request."""
+    rollout, params = cfg.rollout_config, task.agent_loop_config.sample_params
+    try:
+        backend = rollout.named_backend()
+    except ValueError:
+        return []  # `_check_engine` says it
+    arguments = engine_arguments(rollout, backend)
+    problem = refusal(params, backend, arguments, cfg.train_worker_cfg.model_cfg.vocab_size)
+    return [f"{where}: {problem}"] if problem else []
 
 
 def _length_problems(
@@ -311,10 +341,10 @@ def _length_problems(
 def _check_training_task(cfg: "RLColocateTrainerConfig", task: TaskSpecConfig) -> list[str]:
     problems, where = [], f"agent_loop_manager_cfg.{task.task_name}"
     params, repeat = task.agent_loop_config.sample_params, task.sampler_config.prompt_repeat_k
-    if params.temperature == 0 or params.top_k == 1:
+    if is_greedy(params):
         problems.append(
             f"{where}: sample_params.temperature={params.temperature}, top_k={params.top_k} is greedy: all responses "
-            "of a group would be alike. Training needs temperature > 0 and top_k != 1."
+            "of a group would be alike. Training needs temperature >= 1e-5 and top_k != 1."
         )
     if params.sampling_seed is not None:
         problems.append(
@@ -322,8 +352,8 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", task: TaskSpecConfig) -
             "draws: they would be alike, and nothing would be learnt. Leave it out; the run's seed makes them "
             "repeatable."
         )
-    if not params.return_logprob or not params.return_token_ids:
-        problems.append(f"{where}: sample_params.return_logprob and return_token_ids must be True for training.")
+    if not params.return_logprob:
+        problems.append(f"{where}: sample_params.return_logprob must be True for training.")
     estimator = cfg.advantage_estimator_config
     if repeat < estimator.min_group_size:
         problems.append(

@@ -202,8 +202,9 @@ class RolloutConfig(XTunerConfig):
             )
         return self
 
-    def resolve_backend(self) -> Backend:
-        """The engine to use: `backend`, else the environment, else native. Raises if it cannot be used."""
+    def named_backend(self) -> Backend:
+        """The engine to use: `backend`, else the environment, else native. Raises if the environment contradicts
+        itself."""
         wanted = {name: f"XTUNER_USE_{name.upper()}" for name in BACKENDS}
         said = {name: os.environ.get(wanted[name], "").strip() for name in BACKENDS}
         odd = [f"{wanted[name]}={text!r}" for name, text in said.items() if text not in ("", "0", "1")]
@@ -215,10 +216,12 @@ class RolloutConfig(XTunerConfig):
                 f"{' and '.join(f'{wanted[name]}=1' for name in chosen)} are set; leave one, or set "
                 "rollout_config.backend."
             )
-        backend = self.backend or (chosen[0] if chosen else "native")
-        if backend == "native":
-            return backend
-        if problem := engine_problem(self, backend):
+        return self.backend or (chosen[0] if chosen else "native")
+
+    def resolve_backend(self) -> Backend:
+        """`named_backend`. Raises if it cannot be used."""
+        backend = self.named_backend()
+        if backend != "native" and (problem := engine_problem(self, backend)):
             raise RuntimeError(problem)
         return backend
 

@@ -14,7 +14,7 @@ from .answer_checks import checked
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier
 from .lmdeploy_weights import BucketCarrier
-from .request_checks import is_greedy
+from .sampling_checks import is_greedy
 from .served import CALL_S, ServedEngine
 
 if TYPE_CHECKING:
@@ -115,23 +115,6 @@ class LMDeployEngine(ServedEngine):
             rows = meta["output_top_logprobs"] or []
             output.top_logprobs = [[(int(token), float(value)) for value, token in row] for row in rows]
         return checked(output, self.server.name) if p.return_logprob else output
-
-    def objection(self, request: GenerateRequest) -> str | None:
-        p = request.params
-        if problem := super().objection(request):
-            return problem
-        if p.stops:
-            return "sample_params.stops: lmdeploy stops at any token that holds such a string; use stop_token_ids."
-        if p.repetition_penalty != 1:
-            return f"sample_params.repetition_penalty={p.repetition_penalty}: lmdeploy leaves the prompt out; set 1."
-        if p.presence_penalty or p.frequency_penalty:
-            return (
-                f"sample_params.presence_penalty={p.presence_penalty}, frequency_penalty={p.frequency_penalty}: "
-                "lmdeploy has no such penalties; set 0."
-            )
-        if p.temperature > 2:
-            return f"sample_params.temperature={p.temperature}: lmdeploy takes up to 2; lower it."
-        return None
 
     async def abort_all(self) -> None:
         await self.server.manage("/abort_request", {"abort_all": True}, timeout=CALL_S)

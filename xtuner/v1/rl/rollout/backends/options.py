@@ -177,10 +177,13 @@ def _word(value: Any) -> str:
 
 def engine_options(config: "RolloutConfig", engine: str) -> EngineOptions:
     """The options for `engine`, its prefix removed."""
-    own = {_plain(name): value for name, value in _own(config, engine).items()}
-    env = own.pop("env", {})
-    own.pop("python", None)
-    return EngineOptions(engine, own, {name: str(value) for name, value in env.items()})
+    env = _own(config, engine).get("env", {})
+    return EngineOptions(engine, engine_arguments(config, engine), {name: str(value) for name, value in env.items()})
+
+
+def engine_arguments(config: "RolloutConfig", engine: str) -> dict[str, Any]:
+    """Those that `engine` gets beside ours."""
+    return {_plain(name): value for name, value in _own(config, engine).items() if name not in _OWN}
 
 
 def _plain(argument: str) -> str:

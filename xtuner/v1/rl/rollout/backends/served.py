@@ -293,7 +293,7 @@ class ServedEngine(ABC):
         if self._coming_back() and "loss" not in self._obstacle and not await self._wait_for_return():
             return GenerateOutput(request.request_id, finish_reason="abort")
         why = f"the engine cannot serve: {' '.join(self._obstacle.values())}" if self._obstacle else None
-        why = why or self.objection(request)
+        why = why or objection(request, self.options, self._model_config.vocab_size, self.context_length)
         if why:
             return GenerateOutput(request.request_id, finish_reason="error", error=why)
         version = self.version
@@ -348,10 +348,6 @@ class ServedEngine(ABC):
         self._bring_back(problem)
         while self._in_flight:  # they have nobody to wait for
             await asyncio.sleep(0.01)
-
-    def objection(self, request: GenerateRequest) -> str | None:
-        """Why the request cannot be served."""
-        return objection(request, self._model_config.vocab_size, self.context_length, self.name)
 
     def max_tokens(self, request: GenerateRequest) -> int:
         """Of the response: what fits into the context."""

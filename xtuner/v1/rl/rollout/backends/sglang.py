@@ -13,7 +13,7 @@ from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 from .answer_checks import checked, readable, said
 from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .carriers import Carrier, carrier_for
-from .request_checks import is_greedy
+from .sampling_checks import is_greedy
 from .served import CALL_S, ServedEngine
 from .server import ServerError, ServerRefused
 
@@ -23,7 +23,6 @@ _ON_CPU = (
     "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
 )  # fmt: skip
 _LOADER = "xtuner_sglang.take_weights"
-_DETERMINISTIC = "enable_deterministic_inference"
 _NAN = "NaN happened"
 """What it says to have stopped at where it found no token to draw."""
 _SLACK = 8
@@ -102,21 +101,6 @@ class SGLangEngine(ServedEngine):
             rows = meta["output_top_logprobs"] or []
             output.top_logprobs = [[(int(entry[1]), float(entry[0])) for entry in row] for row in rows]
         return checked(output, self.server.name)
-
-    def objection(self, request: GenerateRequest) -> str | None:
-        if request.params.sampling_seed is not None and not self.options.arguments.get(_DETERMINISTIC):
-            return (
-                f"sample_params.sampling_seed={request.params.sampling_seed}: sglang draws by a request's seed only "
-                f"with extra_rollout_config['sglang_{_DETERMINISTIC}']=True (which needs a GPU); leave it None."
-            )
-        if problem := super().objection(request):
-            return problem
-        p = request.params
-        if p.repetition_penalty != 1:
-            return f"sample_params.repetition_penalty={p.repetition_penalty}: sglang leaves the prompt out; set 1."
-        if p.min_tokens and p.stops:
-            return f"sample_params.min_tokens={p.min_tokens}: sglang stops at stop strings before that; set 0."
-        return None
 
     def _sampling(self, request: GenerateRequest) -> dict[str, Any]:
         p = request.params

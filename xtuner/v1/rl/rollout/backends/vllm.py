@@ -10,12 +10,11 @@ from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 from .answer_checks import checked, readable, said
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier, carrier_for
-from .request_checks import is_greedy
+from .sampling_checks import is_greedy
 from .served import CALL_S, ServedEngine
 from .server import ServerError
 
 _ENGINE_SIDE = Path(__file__).with_name("engine_side")
-_LEAST_TEMPERATURE = 0.01
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -89,15 +88,6 @@ class VLLMEngine(ServedEngine):
                 [_best(row, alternatives) for row in choice["logprobs"]["top_logprobs"]] if ids else []
             )
         return checked(output, self.server.name) if p.return_logprob else output
-
-    def objection(self, request: GenerateRequest) -> str | None:
-        p = request.params
-        if not is_greedy(p) and p.temperature < _LEAST_TEMPERATURE:
-            return (
-                f"sample_params.temperature={p.temperature}: vllm draws at {_LEAST_TEMPERATURE} at least, and would "
-                "not say so; raise it, or set 0."
-            )
-        return super().objection(request)
 
     async def abort_all(self) -> None:
         await self.server.manage("/abort_requests", {}, timeout=CALL_S)

@@ -21,9 +21,10 @@ from xtuner.v1.ops.cpu import cpu_kernels_available
 from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
+from ..sampling_checks import is_greedy
 from .paged_cache import PAGE, PagedCache
 from .paged_runner import MAX_STEPS, PagedRunner
-from .requests import RequestLimits, RequestRefused, is_greedy, make_sequence, read_eos_ids
+from .requests import RequestLimits, RequestRefused, make_sequence, read_eos_ids
 from .runner import Runner
 from .scheduler import Done, Scheduler, Sequence
 from .stable_weights import StableWeights
@@ -408,8 +409,7 @@ class NativeEngine(ReadableWeights):
         self._runner.forget_weights()
 
     def _refusal(self, request: GenerateRequest, error: str) -> GenerateOutput:
-        stage = _stage(request)
-        return GenerateOutput(request.request_id, finish_reason="error", logprob_stage=stage, error=error)
+        return GenerateOutput(request.request_id, finish_reason="error", logprob_stage=_stage(request), error=error)
 
     def _refuse_in_flight(self, what: str) -> None:
         if self._futures:

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xtuner.v1.data_proto import SampleParams
-from xtuner.v1.ops.sampling import MAX_ALTERNATIVES
 
 from ..base import GenerateRequest
+from ..sampling_checks import is_greedy, refusal
 from .sampler import scatter_seed
 from .scheduler import Sequence
 from .stop_strings import StopStrings
-
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: 1/T would leave nothing but the largest logit, or overflow."""
 
 
 class RequestRefused(ValueError):
@@ -32,11 +29,6 @@ class RequestLimits:
     eos_ids: list[int]
     decode: Callable[[list[int]], str]
     """Ids to text, for requests with stop strings. Raises RequestRefused if there is no tokenizer."""
-
-
-def is_greedy(params: SampleParams) -> bool:
-    """Whether the most likely token is taken."""
-    return params.temperature < _GREEDY_BELOW or params.top_k == 1
 
 
 def make_sequence(request: GenerateRequest, limits: RequestLimits) -> Sequence:
@@ -80,30 +72,15 @@ def _check_prompt(ids: list[int], limits: RequestLimits) -> None:
 
 
 def _check_params(p: SampleParams, limits: RequestLimits) -> None:
-    if p.top_logprobs > MAX_ALTERNATIVES:
-        raise RequestRefused(
-            f"sample_params.top_logprobs={p.top_logprobs}: the native engine reports at most {MAX_ALTERNATIVES} "
-            "tokens; lower it."
-        )
+    if problem := refusal(p, "native", {}, limits.vocab_size):
+        raise RequestRefused(problem)
     if p.min_tokens and len({*limits.eos_ids, *p.stop_token_ids}) >= limits.vocab_size:
         raise RequestRefused(
             f"sample_params.min_tokens={p.min_tokens} forbids every token of the vocabulary of {limits.vocab_size}: "
             "set it to 0, or name fewer stop_token_ids."
         )
-    if not p.return_token_ids:
-        raise RequestRefused("sample_params.return_token_ids=False: the native engine speaks ids; set True.")
-    if not p.no_stop_trim:
-        raise RequestRefused(
-            "sample_params.no_stop_trim=False: the native engine keeps the stop token: it is trained; set True."
-        )
-    if any(not stop for stop in p.stops):
-        raise RequestRefused("sample_params.stops holds an empty string: it would end every response.")
     if p.stops:
         limits.decode([])
-    if bad := [i for i in p.stop_token_ids if not 0 <= i < limits.vocab_size]:
-        raise RequestRefused(
-            f"sample_params.stop_token_ids={bad} are outside the model's vocabulary of {limits.vocab_size}."
-        )
 
 
 def read_eos_ids(model_path: str | Path) -> list[int]:
