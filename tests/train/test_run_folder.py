@@ -201,6 +201,9 @@ def test_a_trajectory_is_json_whatever_the_judger_put_into_its_reward(tmp_path):
     assert "né?" in path.read_text(encoding="utf-8")
     summary, first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
     assert (summary["total_len"], summary["reward_mean"], summary["response_len_max"]) == (2, 1.0, 2)
+    write_trajectories(evaluation := tmp_path / "eval_rollout_1.jsonl", [[odd], [failed]], unscored=0.0)
+    summary_of_evaluation = read_rows(evaluation)[0]
+    assert [summary_of_evaluation[f"reward_{name}"] for name in ("mean", "std", "max", "min")] == [0.5, 0.5, 1.0, 0.0]
     assert first["rollout_logprobs"] == [-0.123457, 0.0] and first["train_logprobs"] == [-0.5, None]
     assert first["reward_payload"] == {"score": 1.0, "margin": None, "where": "a", "3": "0.5"}
     assert (second["rollout_logprobs"], second["reward"], second["error_msg"]) == (None, None, "gone")

@@ -258,7 +258,7 @@ class RLColocateTrainer:
     async def _evaluate(self, step: int) -> dict[str, float]:
         result = await self._with_engines(lambda: self.evaluator.evaluate(step, self.model_step), step)
         groups = [[state] for state in result.states]
-        write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups)
+        write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups, unscored=0.0)
         return {f"eval/{k}": v for k, v in result.metrics.items()}
 
     async def _save(self, step: int, last: bool, metrics: dict[str, float]) -> None:

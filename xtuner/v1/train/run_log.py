@@ -12,6 +12,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.rl.agent_loop import reward_score
 from xtuner.v1.rl.judger.base import finite
 from xtuner.v1.utils import write_atomic
 
@@ -111,10 +112,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield line, row
 
 
-def write_trajectories(path: Path, groups: list[list[RolloutState]]) -> None:
-    """One JSONL file: a summary line, then one line a sample. Written whole or not at all."""
+def write_trajectories(path: Path, groups: list[list[RolloutState]], unscored: float | None = None) -> None:
+    """One JSONL file: a summary line, then one line a sample. Written whole or not at all. unscored: what a sample that
+    failed or was not judged counts in the summary's rewards; None: it does not."""
     states = [state for group in groups for state in group]
-    scores = (finite(s.reward.get("score")) for s in states if s.reward is not None)
+    scores = (unscored if (score := reward_score(state)) is None else score for state in states)
     rewards = [score for score in scores if score is not None]
     lengths = [len(s.response_ids or []) for s in states]
     summary: dict[str, Any] = {"total_len": len(states)}
