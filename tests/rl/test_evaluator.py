@@ -122,7 +122,7 @@ def test_failed_samples_stay_in_the_denominator(ten):
     assert result.metrics["accuracy"] == 0.6
     assert result.metrics["failed"] == 4 and result.metrics["judge_errors"] == 0
     assert len(result.states) == 10
-    assert any("4 failed" in message for message in messages)
+    assert any("4 failed" in m and m.endswith(f"rollout {EVAL_ID_BASE + 1}: scripted failed") for m in messages)
 
 
 def test_unjudged_samples_stay_in_the_denominator(ten):
@@ -132,6 +132,66 @@ def test_unjudged_samples_stay_in_the_denominator(ten):
     task = make_task(ten, k=1, judger_config=JudgerConfig(judger_name="t", reward_handler=handler))
     metrics = evaluate(ScriptedController(), task).metrics
     assert metrics["accuracy"] == 0.9 and metrics["judge_errors"] == 1 and metrics["failed"] == 0
+
+
+def judged(verdict, **changes):
+    """A task whose judge says `verdict(the number in the question)`."""
+
+    async def handler(response, label, extra_info):
+        return verdict(int(label))
+
+    return lambda path: make_task(
+        path, k=1, judger_config=JudgerConfig(judger_name="t", reward_handler=handler), **changes
+    )
+
+
+def test_a_judge_that_fails_too_often_ends_the_evaluation_as_it_would_a_step(ten):
+    broken = lambda n: 1 / 0 if n < 5 else 1.0
+    with pytest.raises(RuntimeError, match="5 of 10 completed samples could not be judged, more than max_j") as caught:
+        evaluate(ScriptedController(), judged(broken)(ten))
+    assert "ZeroDivisionError" in str(caught.value) and "prompt:   'q4'" in str(caught.value)
+    with logged() as messages:
+        metrics = evaluate(ScriptedController(), judged(broken, max_judge_error_rate=0.5)(ten)).metrics
+    assert metrics["accuracy"] == 0.5 and metrics["judge_errors"] == 5
+    assert any("5 could not be judged" in m and "ZeroDivisionError" in m and "\n" not in m for m in messages)
+
+
+@pytest.mark.parametrize("status", [None, Status.FAILED])
+def test_no_score_at_all_is_no_accuracy_of_zero(ten, tmp_path, status):
+    """Of three samples too, which are too few for a rate. The other task is in order."""
+    three = write_prompts(tmp_path / "three.jsonl", range(100, 103))
+    answer = lambda s: status if status and number(s) >= 100 else right(s)
+    broken = judged(lambda n: 1 / 0, name="broken")
+    task = make_task(three, k=1, name="broken") if status else broken(three)
+    counts = "3 failed and 0 could" if status else "0 failed and 3 could"
+    with pytest.raises(RuntimeError, match=f"'broken': none of its 3 samples has a score, {counts}") as caught:
+        evaluate(ScriptedController(answer), make_task(ten, k=1), task)
+    reason = "scripted failed" if status else "ZeroDivisionError"
+    assert f"The first one: rollout {EVAL_ID_BASE + 10}: " in str(caught.value) and reason in str(caught.value)
+    if not status:  # for a function of one's own that looks at the answers alone
+        allowed = judged(lambda n: 1 / 0, name="broken", max_judge_error_rate=1)
+        assert evaluate(ScriptedController(), allowed(three)).metrics["judge_errors"] == 3
+
+
+def test_an_evaluation_that_is_ended_early_is_no_broken_one(ten):
+    with logged() as messages:
+        result = evaluate(
+            ScriptedController(delay=lambda s: 3600), make_task(ten, k=1), config=EvaluatorConfig(eval_timeout=0.2)
+        )
+    assert result.metrics["accuracy"] == 0 and result.metrics["failed"] == 10
+    assert any(message.endswith("not finished after eval_timeout=0.2 s") for message in messages)
+    stopped = evaluate(ScriptedController(lambda s: Status.ABORTED), make_task(ten, k=1))
+    assert stopped.metrics["accuracy"] == 0
+
+
+def test_prompts_that_are_left_out_are_counted(ten):
+    long = json.dumps({"prompt": "q7 q7 q7", "data_source": "count", "reward_model": {"ground_truth": "7"}})
+    ten.write_text(ten.read_text() + f"{long}\n" * 2)
+    task = make_task(ten, k=2)
+    assert "dropped_prompts" not in evaluate(ScriptedController(), task).metrics
+    task.sampler_config.dataloader_cfg.dataset_config_list[0]["tokenize_fn"].max_length = 2
+    metrics = evaluate(ScriptedController(), task).metrics
+    assert metrics["dropped_prompts"] == 2 and metrics["samples"] == 20
 
 
 def test_what_misses_the_deadline_counts_as_failed(ten):

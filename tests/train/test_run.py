@@ -143,6 +143,25 @@ def test_evaluation_repeats_itself_while_the_weights_stay(model, tmp_path):
     assert len({tuple(sorted((k, v) for k, v in row.items() if k.startswith("eval/"))) for row in run.rows}) == 1
 
 
+def test_an_evaluation_counts_what_was_not_judged_as_nothing_and_one_that_is_not_judged_ends_the_run(model, tmp_path):
+    asked = []
+
+    def fails_at(broken):
+        def judge(response, label, extra_info):
+            asked.append(response)
+            return 1 / 0 if len(asked) in broken else 2.0
+
+        asked.clear()
+        return with_evaluation(model, tmp_path, reward=judge) | {"total_train_steps": 1}
+
+    run = fit(config(model, tmp_path, **fails_at({3})))
+    summary, *rows = read_rows(run.path / "eval_rollout" / "eval_rollout_1.jsonl")
+    assert sorted(row["reward"] or 0 for row in rows) == [0, 2, 2, 2] and run.last["eval/accuracy"] == 0.75
+    assert (summary["reward_mean"], summary["reward_min"]) == (1.5, 0)
+    with pytest.raises(RuntimeError, match="task 'eval': none of its 4 samples has a score.*ZeroDivisionError"):
+        fit(config(model, tmp_path, **fails_at({1, 2, 3, 4})))
+
+
 def test_evaluation_has_its_own_sampling(model, tmp_path):
     def evaluated(**params):
         task = {"params": SampleParams(max_tokens=RESPONSE, **params)}

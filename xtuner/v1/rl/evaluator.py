@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -15,9 +16,11 @@ from xtuner.v1.data_proto import RolloutState, Status, reset_response
 from xtuner.v1.rl.agent_loop import AgentLoop, generate_all, reward_score
 from xtuner.v1.rl.agent_loop.concurrency import cancel_all
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManager, check_weight_versions, make_group
+from xtuner.v1.rl.agent_loop_manager.manager import Task
+from xtuner.v1.rl.agent_loop_manager.tally import Tally
 from xtuner.v1.rl.judger.base import finite
 from xtuner.v1.rl.replay_buffer import Group
-from xtuner.v1.utils import get_logger
+from xtuner.v1.utils import first_line, get_logger
 from xtuner.v1.utils.signatures import check_call, check_plain
 
 logger = get_logger()
@@ -46,9 +49,10 @@ class EvaluatorConfig(XTunerConfig):
     eval_sample_num: int = Field(0, ge=0)
     """Number of prompts of each task, from the first. 0: not used. Neither of the two: all prompts."""
     compute_metric_func: Callable[[list[RolloutState]], dict[str, float]] | None = Field(None, exclude=True)
-    """Gets all samples, failed and unjudged ones too; returns metrics by name, to which `samples`, `failed` and
-    `judge_errors` are added. None: `accuracy` and pass@k, for which a sample is right if its reward's `acc` is
-    positive, or its score where the judge gives no `acc`; and the lengths."""
+    """Gets all samples, failed and unjudged ones too; returns metrics by name, to which `samples`, `failed`,
+    `judge_errors` and, if prompts of the data are left out, `dropped_prompts` are added. None: `accuracy` and pass@k,
+    for which a sample is right if its reward's `acc` is positive, or its score where the judge gives no `acc`; and the
+    lengths."""
     eval_timeout: float | None = Field(7200.0, gt=0)
     """Seconds an evaluation may take. Samples that are not finished then count as failed, which a log line says; where
     the loop has those of a prompt together (`enable_batch_judge`, `cpu_resources`, `generate_group` of its own), with
@@ -113,16 +117,21 @@ class Evaluator:
         A sample that failed, was aborted or could not be judged stays in the list and counts as wrong.
 
         Raises:
-            RuntimeError: an answer came from other weights than `model_step`.
+            RuntimeError: an answer came from other weights than `model_step`; more of a task's answers than its
+                `max_judge_error_rate` could not be judged; or no sample of a task has a score.
         """
         async with self._manager.generating():
             states = await self._generate()
         check_weight_versions(states, model_step)
+        rest = iter(states)
+        for task in self._manager.tasks:
+            check_scored(task, list(islice(rest, self.num_prompts[task.name] * task.sampler.prompt_repeat_k)))
         metrics = self._metrics(states)
         if metrics["failed"] or metrics["judge_errors"]:
             logger.warning(
                 f"evaluation at step {train_step}: of {len(states)} samples {metrics['failed']:.0f} failed "
-                f"and {metrics['judge_errors']:.0f} could not be judged; they count as wrong."
+                f"and {metrics['judge_errors']:.0f} could not be judged; they count as wrong. "
+                f"The first one: {first_line(_why_unscored(states))}"
             )
         return EvalResult(metrics, states)
 
@@ -176,6 +185,8 @@ class Evaluator:
 
     def _metrics(self, states: list[RolloutState]) -> dict[str, float]:
         counts = outcome_counts(states)
+        if dropped := sum(task.sampler.dataloader.num_dropped for task in self._manager.tasks):
+            counts["dropped_prompts"] = float(dropped)
         if self._config.compute_metric_func is None:
             return default_metrics(states) | counts
         metrics = self._config.compute_metric_func(states)
@@ -185,6 +196,32 @@ class Evaluator:
             raise TypeError(
                 f"compute_metric_func must return a dict of name to number, got {metrics!r}."
             ) from error
+
+
+def check_scored(task: Task, states: list[RolloutState]) -> None:
+    """An accuracy of 0 must not stand for a judge or an engine that does not work.
+
+    Raises:
+        RuntimeError: more of the task's answers than its `max_judge_error_rate` could not be judged; or none of its
+            samples has a score, and that is not because they were ended early (`eval_timeout`, a run that stops).
+    """
+    tally = Tally(task.name)
+    tally.add(states, seconds=0.0)
+    tally.check_judge_errors(task.max_judge_error_rate)
+    ended_early = any(state.status == Status.ABORTED for state in states)
+    allowed = tally.completed > 0 and task.max_judge_error_rate == 1
+    if not (tally.rewards or ended_early or allowed):
+        raise RuntimeError(
+            f"evaluation task {task.name!r}: none of its {len(states)} samples has a score, "
+            f"{len(states) - tally.completed} failed and {tally.judge_errors} could not be judged. The first one: "
+            f"{_why_unscored(states)}"
+        )
+
+
+def _why_unscored(states: list[RolloutState]) -> str:
+    """Of the first sample without a score."""
+    state = next(state for state in states if reward_score(state) is None)
+    return f"rollout {state.rollout_id}: {state.error_msg or state.judge_error or 'no reason was given'}"
 
 
 def outcome_counts(states: list[RolloutState]) -> dict[str, float]:

@@ -33,11 +33,12 @@ class TaskSpecConfig(XTunerConfig):
     produce_strategy_config: SerializeAsAny[ProduceStrategyConfig] = Field(
         default_factory=SyncProduceStrategyConfig
     )
-    """How a batch is filled."""
+    """How a batch is filled. Evaluation ignores it."""
     sampler_config: SamplerConfig
     """Prompts and group size."""
     max_judge_error_rate: float = Field(0.2, ge=0, le=1)
-    """A step ends the run if more than this share of its completed samples, at least 5, are not judged."""
+    """A step, or an evaluation, ends the run if more than this share of its completed samples, at least 5, are not
+    judged."""
 
     @model_validator(mode="after")
     def _batch_judge_needs_judger(self) -> "TaskSpecConfig":
@@ -108,10 +109,9 @@ class AgentLoopManagerConfig(XTunerConfig):
             name = spec.task_name
             judger = spec.judger_config.build(launcher) if spec.judger_config is not None else None
             loop = spec.agent_loop_config.build(rollout_controller, judger, tokenizer, launcher, name)
-            strategy = spec.produce_strategy_config.build(
-                sampler, loop, replay_buffer, spec.max_judge_error_rate
-            )
-            tasks.append(Task(name, spec.weight, sampler, loop, strategy))
+            rate = spec.max_judge_error_rate
+            strategy = spec.produce_strategy_config.build(sampler, loop, replay_buffer, rate)
+            tasks.append(Task(name, spec.weight, sampler, loop, strategy, rate))
         return AgentLoopManager(tasks, rollout_controller, replay_buffer)
 
 

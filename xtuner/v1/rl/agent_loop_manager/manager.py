@@ -67,6 +67,7 @@ class Task:
     sampler: Sampler
     agent_loop: AgentLoop
     strategy: ProduceStrategy
+    max_judge_error_rate: float
 
 
 def split_batch(batch_size: int, weights: list[float], owed: list[float]) -> tuple[list[int], list[float]]:
