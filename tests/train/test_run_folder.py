@@ -64,7 +64,7 @@ class TestSaving:
         (tmp_path / "checkpoints" / ".ckpt-step-12.part").mkdir()
         (tmp_path / "checkpoints" / "ckpt-step-best").mkdir()
         found = newest_checkpoint(tmp_path)
-        assert found.name == "ckpt-step-10" and read_state(found) == {"cur_step": 10}
+        assert found.name == "ckpt-step-10" and read_state(found)["cur_step"] == 10
         remove_leftovers(tmp_path)
         assert not (tmp_path / "checkpoints" / ".ckpt-step-12.part").exists()
         with pytest.raises(FileNotFoundError, match="ckpt-step-11.*no train_state.json"):
