@@ -46,6 +46,7 @@ def test_index_lists_every_shard_and_the_right_size(tmp_path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1, "who may read config.json may read the weights"
     assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in model.parameters())
     for file in files:
         tensors = load_file(tmp_path / file)

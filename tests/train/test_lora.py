@@ -86,6 +86,7 @@ def test_the_adapter_alone_where_that_is_asked_for(model, tmp_path):
     folder = run.path / "hf" / "hf-step-1"
     assert [p.name for p in folder.iterdir()] == ["adapter"]
     assert {p.name for p in (folder / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert len({p.stat().st_mode for p in (folder / "adapter").iterdir()}) == 1
 
 
 def test_the_page_s_examples_run(model, tmp_path):

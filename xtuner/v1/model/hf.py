@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from xtuner.v1.config import parse_dtype
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.tensor_file import write_tensor_file
 
 from .blocks import gather_all, local_pieces
 from .config import DenseModelConfig
@@ -331,9 +332,7 @@ class HFWriter:
     def _flush(self) -> None:
         if not self._shard:
             return
-        from safetensors.torch import save_file
-
-        save_file(self._shard, self._out / _part_name(len(self._shard_names)), metadata={"format": "pt"})
+        write_tensor_file(self._out / _part_name(len(self._shard_names)), self._shard, {"format": "pt"})
         self._shard_names.append(list(self._shard))
         self._shard, self._shard_bytes = {}, 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from xtuner.v1.config import LoRAConfig
+from xtuner.v1.utils.tensor_file import write_tensor_file
 
 from .lora import adapted_layers
 
@@ -24,11 +25,9 @@ def peft_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def save_peft_adapter(tensors: Iterable[tuple[str, Tensor]], cfg: LoRAConfig, base: str | Path, out_dir: Path) -> None:
     """Write what `peft.PeftModel.from_pretrained(model of base, out_dir)` reads."""
-    from safetensors.torch import save_file
-
     out_dir.mkdir(parents=True, exist_ok=True)
     found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors}
-    save_file(found, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_tensor_file(out_dir / "adapter_model.safetensors", found, {"format": "pt"})
     targets = dict.fromkeys(name.split(".")[-3] for name in found)
     values = {
         "peft_type": "LORA",

@@ -18,6 +18,7 @@ from xtuner.v1.rl.trainer.packing import make_pack, make_units
 from xtuner.v1.rl.trainer.samples import IGNORE, TrainingSample
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.device import keep_freed_memory
+from xtuner.v1.utils.tensor_file import write_tensor_file
 
 from .task import make_rows
 
@@ -128,11 +129,9 @@ def _say(step: int, loss: torch.Tensor, start: float, more: str = "") -> float:
 
 
 def _write_weights(engine: TrainEngine, folder: Path) -> None:
-    from safetensors.torch import save_file
-
     tensors = {
         name: tensor.detach().cpu().contiguous()
         for bucket in engine.weight_buckets(1 << 30, torch.float32)
         for name, tensor in bucket.tensors.items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensor_file(folder / "model.safetensors", tensors, {"format": "pt"})
