@@ -325,7 +325,8 @@ class RLColocateTrainer:
         """The row of the step. It is written last: when it is there, everything else is. `rollout/model_step` is of
         the weights that made its samples."""
         assert self.writer is not None and self.progress is not None and self.experiment is not None
-        metrics = {"rollout/model_step": float(self.model_step)} | metrics | {"step": float(step)}
+        metrics.setdefault("rollout/model_step", float(self.model_step))
+        metrics["step"] = float(step)
         self.writer.step(step, metrics)
         self.progress.step(step, metrics)
         self.cur_step = self.experiment.entry["cur_step"] = step
