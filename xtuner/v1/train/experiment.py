@@ -186,12 +186,6 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def name_of(value: Any) -> str:
-    """For an object of the user's own in a configuration: its name alone, as its text may hold a secret."""
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def _run_order(path: Path) -> tuple[str, int]:
     stamp, _, number = path.name.partition("-")
     return stamp, int(number or 0)
