@@ -111,6 +111,17 @@ def test_objects_in_a_configuration_of_one_s_own_are_named_in_the_run_folder(mod
     assert SECRET not in text
 
 
+def test_the_likeliest_tokens_are_kept_where_they_are_asked_for(model, tmp_path):
+    params = SampleParams(max_tokens=RESPONSE, top_logprobs=3)
+    run = fit(config(model, tmp_path, total_train_steps=1, task={"params": params}))
+    for row in run.trajectories(1):
+        assert [len(best) for best in row["top_logprobs"]] == [3] * row["response_len"]
+        for token, logprob, best in zip(row["response_ids"], row["rollout_logprobs"], row["top_logprobs"], strict=True):
+            assert dict(best).get(token, logprob) == pytest.approx(logprob, abs=1e-5) and best[0][1] >= logprob - 1e-5
+    plain = fit(config(model, tmp_path, total_train_steps=1))
+    assert "top_logprobs" not in plain.trajectories(1)[0]
+
+
 def keep_them(samples) -> bool:
     return len(samples) > 1
 
@@ -144,7 +155,8 @@ def test_the_run_folder_says_what_was_resolved(model, tmp_path):
     assert task["judger_config"]["reward_handler"] == f"partial of {spread.__module__}.spread"
     assert task["judger_config"]["extra_info"] == {"scale": 2, "api_key": "(hidden)", "of": f"{__name__}.Client"}
     assert task["produce_strategy_config"]["is_valid_sample_fn"] == f"{__name__}.keep_them"
-    assert worker["fsdp_cfg"]["param_dtype"] == "bfloat16" and SECRET not in text
+    assert worker["fsdp_cfg"]["param_dtype"] == "bfloat16"
+    assert SECRET not in text and text.count("(hidden)") == 1, "nothing else is taken for a secret"
 
 
 def test_the_engine_has_the_new_weights_after_every_step(model, tmp_path):

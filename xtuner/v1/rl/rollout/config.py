@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from xtuner.v1.config import TorchDtype, XTunerConfig
+from xtuner.v1.config import TorchDtype, XTunerConfig, changed_fields
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.secrets import HIDDEN
 
@@ -297,14 +297,10 @@ class RolloutConfig(XTunerConfig):
                 f"{model.model_type!r}, which has no experts; leave it out."
             )
 
-    def _changed(self, name: str) -> bool:
-        return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
-
     def _check_options(self, backend: Backend) -> None:
+        reasons = _NOT_IN_NATIVE if backend == "native" else not_in(backend)
         refused = [
-            f"{name}={_shown(name, getattr(self, name))} ({reason})"
-            for name, reason in (_NOT_IN_NATIVE if backend == "native" else not_in(backend)).items()
-            if self._changed(name)
+            f"{name}={_shown(name, getattr(self, name))} ({reasons[name]})" for name in changed_fields(self, reasons)
         ]
         if backend != "native":
             refused += option_problems(self, backend)
@@ -333,7 +329,7 @@ class RolloutConfig(XTunerConfig):
         without_effect += _OF_A_GPU if device == "cpu" else _OF_A_CPU
         if not config.enable_chunked_prefill:
             without_effect += ("chunked_prefill_size",)
-        if idle := [name for name in dict.fromkeys(without_effect) if self._changed(name)]:
+        if idle := changed_fields(self, dict.fromkeys(without_effect)):
             where = f"the {config.backend} engine on {device}"
             get_logger().info(f"rollout_config: no effect with {where}: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(ranks)]
