@@ -14,6 +14,7 @@ from xtuner.v1.rl.rollout.config import RolloutConfig
 from xtuner.v1.rl.trainer import WorkerConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
 from xtuner.v1.utils.device import rare_garbage_collection
+from xtuner.v1.utils.not_here import not_here
 
 if TYPE_CHECKING:
     from .colocate import RLColocateTrainer
@@ -242,3 +243,10 @@ class RLColocateTrainerConfig(XTunerConfig):
             if problems := self.check():
                 raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
             return RLColocateTrainer(self.model_copy(deep=True))
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    _INSTEAD = {
+        "RLDisaggregatedTrainerConfig": "training and engine share their devices, use RLColocateTrainerConfig",
+    }
+    __getattr__ = not_here(__name__, _INSTEAD)
