@@ -1,6 +1,7 @@
 """The names that the tutorial imports, and that importing them does nothing else."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,31 @@ print(*sorted(HEAVY & set(sys.modules)))
 def test_names_of_the_tutorial_are_where_it_looks_for_them(module: str, names: str) -> None:
     found = importlib.import_module(module)
     assert [name for name in names.split() if not hasattr(found, name)] == []
+
+
+NOT_HERE = {
+    "xtuner.v1.rl.loss": "OrealLossConfig",
+    "xtuner.v1.rl.judger": "DapoMathJudgerConfig GEO3KJudgerConfig CompassVerifierV2Config RayJudger",
+    "xtuner.v1.rl.agent_loop_manager": (
+        "AsyncProduceStrategyConfig DisaggAsyncProduceStrategyConfig DisaggAgentLoopManagerConfig DisaggTaskSpecConfig"
+    ),
+    "xtuner.v1.rl.replay_buffer": "AsyncReplayBufferConfig",
+    "xtuner.v1.datasets.rl_tokenize_fn": "RLQwen3VLTokenizeFnConfig",
+    "xtuner.v1.train.rl_trainer": "RLDisaggregatedTrainerConfig",
+}
+
+
+@pytest.mark.parametrize("module, names", NOT_HERE.items())
+def test_what_is_not_implemented_says_so_and_names_what_is(module: str, names: str) -> None:
+    there = {name for found in NOT_HERE for name in dir(importlib.import_module(found))}
+    for name in names.split():
+        with pytest.raises(ImportError, match=f"{module}.{name} is not implemented: ") as caught:
+            exec(f"from {module} import {name}")
+        (line,) = str(caught.value).splitlines()
+        assert there & set(re.findall(r"\w+", line.partition(": ")[2])), "it names something that can be imported"
+    assert not hasattr(importlib.import_module(module), "NoSuchName")
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec(f"from {module} import NoSuchName")
 
 
 def python(code: str, *args: str, cwd: Path) -> str:

@@ -86,12 +86,18 @@ def test_an_interval_that_is_off_needs_no_multiple(model, tmp_path):
     "make, message",
     [
         (lambda: LoadCheckpointConfig(load_optimizer_args=False), "load_optimizer_args=False"),
-        (lambda: TraceConfig(enabled=True), "enabled"),
+        (lambda: TraceConfig(enabled=True), "trace_config.enabled=True: this version traces no rollouts"),
+        (lambda: TraceConfig(xtuner_viewer_enabled=True), "trace_config.xtuner_viewer_enabled=True"),
+        (lambda: TraceConfig(enable_rollout_trace=True), "trace_config.enable_rollout_trace=True"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(make, message):
     with pytest.raises(ValidationError, match=message):
         make()
+
+
+def test_where_traces_would_go_may_be_said_while_there_are_none():
+    TraceConfig(output_dir="otel", service_name="mine", xtuner_viewer_host="::", xtuner_viewer_port=0)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +198,15 @@ def sampling(**fields):
             "tp_size=2 x sp_size=2 does not divide num_workers=6; use a multiple of 4 workers",
         ),
         ({"load_from": "/no/such"}, "load_from='/no/such': no config.json there; give a Hugging Face model folder"),
+        (
+            {"worker": {"load_from": "/no/such"}},
+            "train_worker_cfg.load_from='/no/such', but load_from=",
+        ),
+        (
+            {"task": {"agent_loop_config": SingleTurnAgentLoopConfig(
+                hf_checkpoint="/no/such", sample_params=SampleParams(max_tokens=RESPONSE))}},
+            "agent_loop_manager_cfg.train: agent_loop_config.hf_checkpoint='/no/such' is no folder; give that of the",
+        ),
         ({"rollout": {"model_path": "/no/such"}}, "rollout_config.model_path='/no/such': no config.json there"),
         ({"tokenizer_path": "/no/such"}, "tokenizer_path='/no/such': no tokenizer files there"),
         ({"rows": "/no/such.jsonl"}, "dataset anno_path='/no/such.jsonl' does not exist"),

@@ -5,12 +5,15 @@ import json
 import logging
 import math
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import SampleParams
+from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig
+from xtuner.v1.rl.evaluator import EvaluatorConfig
 from xtuner.v1.rl.judger import JudgerConfig
 from xtuner.v1.utils import get_logger
 
@@ -106,6 +109,54 @@ def test_objects_in_a_configuration_of_one_s_own_are_named_in_the_run_folder(mod
     said = json.loads(text)["agent_loop_manager_cfg"]["tasks"]["judger_config"]
     assert said["client"].endswith("test_run.Client") and said["rescale"].endswith("helpers.spread")
     assert SECRET not in text
+
+
+def test_the_likeliest_tokens_are_kept_where_they_are_asked_for(model, tmp_path):
+    params = SampleParams(max_tokens=RESPONSE, top_logprobs=3)
+    run = fit(config(model, tmp_path, total_train_steps=1, task={"params": params}))
+    for row in run.trajectories(1):
+        assert [len(best) for best in row["top_logprobs"]] == [3] * row["response_len"]
+        for token, logprob, best in zip(row["response_ids"], row["rollout_logprobs"], row["top_logprobs"], strict=True):
+            assert dict(best).get(token, logprob) == pytest.approx(logprob, abs=1e-5) and best[0][1] >= logprob - 1e-5
+    plain = fit(config(model, tmp_path, total_train_steps=1))
+    assert "top_logprobs" not in plain.trajectories(1)[0]
+
+
+def keep_them(samples) -> bool:
+    return len(samples) > 1
+
+
+def share_of_rewards(states) -> dict[str, float]:
+    return {"mean_reward": sum(state.reward["score"] for state in states) / len(states)}
+
+
+def test_the_run_folder_says_what_was_resolved(model, tmp_path):
+    """Who reads it later knows neither the defaults of that day nor what they led to."""
+    evaluation = with_evaluation(model, tmp_path)
+    evaluation["evaluator_config"] = EvaluatorConfig(compute_metric_func=share_of_rewards)
+    judger = JudgerConfig(
+        judger_name="mine", reward_handler=partial(spread), extra_info={"scale": 2, "api_key": SECRET, "of": Client()}
+    )
+    produce = SyncProduceStrategyConfig(is_valid_sample_fn=keep_them)
+    of_task = {"judger_config": judger, "produce_strategy_config": produce}
+    rollout = {"context_length": None}
+    lengths = {"total_train_steps": None, "total_epochs": 1, "train_batch_size": 6}
+    run = fit(config(model, tmp_path, task=of_task, rollout=rollout, **lengths, **evaluation))
+    text = (run.path / "config.json").read_text()
+    said = json.loads(text)
+    engine, worker = said["rollout_config"], said["train_worker_cfg"]
+    longest = worker["model_cfg"]["max_position_embeddings"]
+    assert (engine["backend"], engine["context_length"]) == ("native", longest)
+    assert engine["rollout_max_batch_size_per_instance"] == 1024
+    assert (said["total_train_steps"], said["total_epochs"], said["launcher"]) == (2, 1, "local")
+    assert (worker["seed"], worker["log_dir"], engine["worker_log_dir"]) == (7, *[str(run.path / "logs")] * 2)
+    assert said["evaluator_config"]["compute_metric_func"] == f"{__name__}.share_of_rewards"
+    task = said["agent_loop_manager_cfg"]["tasks"]
+    assert task["judger_config"]["reward_handler"] == f"partial of {spread.__module__}.spread"
+    assert task["judger_config"]["extra_info"] == {"scale": 2, "api_key": "(hidden)", "of": f"{__name__}.Client"}
+    assert task["produce_strategy_config"]["is_valid_sample_fn"] == f"{__name__}.keep_them"
+    assert worker["fsdp_cfg"]["param_dtype"] == "bfloat16"
+    assert SECRET not in text and text.count("(hidden)") == 1, "nothing else is taken for a secret"
 
 
 def test_the_engine_has_the_new_weights_after_every_step(model, tmp_path):

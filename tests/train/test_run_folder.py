@@ -18,7 +18,7 @@ from xtuner.v1.train.checkpoints import (
     saving,
     write_state,
 )
-from xtuner.v1.train.experiment import META_FILE, Experiment, environment, without_secrets
+from xtuner.v1.train.experiment import META_FILE, Experiment, environment
 from xtuner.v1.train.progress import Progress, step_line
 from xtuner.v1.train.run_log import MetricWriter, last_step, write_trajectories
 from xtuner.v1.utils import lock_file, write_atomic, write_json
@@ -140,17 +140,6 @@ class TestExperiment:
         (tmp_path / META_FILE).write_text("{")
         path = Experiment(tmp_path, 3).path
         assert [e["exp_dir"] for e in json.loads((tmp_path / META_FILE).read_text())["exps"]] == [str(path)]
-
-
-def test_text_under_secret_names_is_hidden():
-    config = {"rollout": {"api_key": ["k1", "k2"], "eos_token": 3, "password": None}, "max_tokens": 8, "hf_token": "t"}
-    assert without_secrets(config) == {
-        "rollout": {"api_key": ["(hidden)", "(hidden)"], "eos_token": 3, "password": None},
-        "max_tokens": 8, "hf_token": "(hidden)",
-    }  # fmt: skip
-    assert without_secrets({"vllm_hf-token": "t", "max-token-ids": "5"}) == {
-        "vllm_hf-token": "(hidden)", "max-token-ids": "5",
-    }  # fmt: skip
 
 
 class TestMetricWriter:

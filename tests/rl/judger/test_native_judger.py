@@ -297,3 +297,12 @@ def test_config_dumps_without_functions_and_judgers_travel(sample):
     judger = config.build()
     judge(judger, sample())
     assert judge(pickle.loads(pickle.dumps(judger)), sample("abc"))[0].reward["score"] == 3.0
+
+
+def test_no_message_about_a_judger_shows_what_its_function_is_given():
+    """A client, a key of a service: pydantic would print the whole input of a rule that is broken."""
+    secret = {"extra_info": {"grader": "sk-123"}}
+    with pytest.raises(ValueError, match="no URL") as info:
+        JudgerConfig(judger_name="j", reward_handler="ftp://me:sk-123@host", **secret)
+    config = JudgerConfig(judger_name="j", reward_handler="http://me:sk-123@host", **secret)
+    assert "sk-123" not in str(info.value) and "sk-123" not in repr(config)

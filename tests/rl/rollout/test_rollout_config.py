@@ -123,6 +123,19 @@ def test_a_refused_key_is_not_shown(model):
     assert "sk-123" not in str(info.value)
 
 
+def test_no_message_about_a_configuration_shows_its_secrets(model):
+    """Neither ours, nor pydantic's, nor what stands in a message of a configuration around it."""
+    secrets = {"api_key": "sk-123", "extra_rollout_config": {"vllm_env": {"DATABASE": "sk-123"}}}
+    config = RolloutConfig(model_path=model, **secrets)
+    with pytest.raises(ValueError, match=r"extra_rollout_config=\['vllm_env'\]") as ours:
+        config.resolve()
+    with pytest.raises(ValueError, match="tensor_parallel_size=2") as of_a_rule:
+        RolloutConfig(tensor_parallel_size=2, expert_parallel_size=2, **secrets, model_path=model)
+    with pytest.raises(ValueError, match="extra_rollout_config") as of_a_field:
+        RolloutConfig(model_path=model, extra_rollout_config=["sk-123"])
+    assert "sk-123" not in "".join(map(str, (ours.value, of_a_rule.value, of_a_field.value, repr(config))))
+
+
 def test_options_without_effect_are_named(model, caplog):
     from xtuner.v1.utils import get_logger
 

@@ -104,7 +104,27 @@ def test_secret_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name, shown", [("max_tokens", "'x'"), ("eos_token_id", "'x'"), ("hf_token", "(hidden)")])
 def test_a_count_of_tokens_is_no_secret(name: str, shown: str) -> None:
-    assert show_value(name, "x") == shown
+    assert show_value("x", name) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer = Optim(\n hf_token='sk-123')",
+        "trainer = Optim(\n api_key=['sk-123', 1])",
+        "trainer = Optim(lr={'env': {'DB': 'sk-123'}, 'OPENAI_KEY': ['sk-123'], 'url': 'http://me:sk-123@host'})",
+        "import os\nos.environ['AWS_SECRET_ACCESS_KEY'] = 'sk-123' + 4",
+        "options = {'PRIVATE_KEY': 'sk-123}",
+    ],
+)
+def test_a_secret_is_not_shown_in_a_wrong_place_either(tmp_path: Path, text: str) -> None:
+    shown = refusal(write(tmp_path, text))
+    assert "sk-123" not in shown and "my_config.py" in shown
+
+
+def test_a_line_that_only_mentions_a_key_is_quoted(tmp_path: Path) -> None:
+    assert "max_tokens = 'x'" in refusal(write(tmp_path, "max_tokens = 'x' + 1"))
+    assert "key = sorted(" in refusal(write(tmp_path, "key = sorted([1, None])", "other.py"))
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,18 @@ def test_what_cannot_be_set_is_named_with_what_can(trainer: Any, text: str, part
 def test_text_is_read_as_the_field_type(text: str, annotation: Any, value: Any) -> None:
     found = parse_value(text, annotation)
     assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rollout_config.hf_token=sk-123",
+        "rollout_config.api_key.x=sk-123",
+        "rollout_config.extra_rollout_config={\"env\": {\"DATABASE\": \"sk-123\"}}",
+        f"{TASK}.judger_config.reward_handler=ftp://me:sk-123@host",
+    ],
+)  # fmt: skip
+def test_a_secret_of_the_command_line_is_not_shown(trainer: Any, text: str) -> None:
+    rollout = trainer.rollout_config.model_copy(update={"api_key": "sk-123"})
+    shown = refusal(trainer.model_copy(update={"rollout_config": rollout}), text)
+    assert "sk-123" not in shown and f"--set {text.split('=')[0]}=" in shown

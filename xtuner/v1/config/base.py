@@ -1,5 +1,6 @@
 """The base of all configuration classes."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -39,6 +40,12 @@ class XTunerConfig(BaseModel):
         copied = self.__copy__()
         copied.__dict__.update({name: _copied(value) for name, value in self.__dict__.items()})
         return copied
+
+
+def changed_fields(config: XTunerConfig, names: Iterable[str]) -> list[str]:
+    """Those of the fields that were given, and other than by default."""
+    fields = type(config).model_fields
+    return [n for n in names if n in config.model_fields_set and getattr(config, n) != fields[n].default]
 
 
 def _copied(value: Any) -> Any:

@@ -82,6 +82,8 @@ class MuonConfig(OptimConfig):
     """What the rate of a matrix [out, in] is multiplied with. `rms_norm`: 0.2 sqrt(max(out, in)), which makes updates
     as large as AdamW's, so that its `lr` and `weight_decay` hold (arXiv 2502.16982). `spectral_norm`: sqrt(out / in)
     (arXiv 2410.21265). `none`: 1."""
+    enable_all2all: bool = True
+    """Kept for compatibility: ranks always exchange the pieces of a matrix, so that each makes some orthogonal."""
 
 
 class LRConfig(XTunerConfig):
@@ -90,6 +92,7 @@ class LRConfig(XTunerConfig):
     lr_type: Literal["cosine", "linear", "constant"] = "constant"
     """Shape after the warm-up. `cosine` and `linear` end at `lr_min` with the last optimizer step."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
-    """Share of all optimizer steps in which the rate rises linearly from lr/warmup_steps to lr."""
+    """Share of all optimizer steps that warm up: step i of w, from 0, has lr * (i + 1) / (w + 1), and the step after
+    them lr."""
     lr_min: float = Field(1e-6, ge=0)
     """Rate at the end of a decay; must be below `optim_cfg.lr` then. Not used by `constant`."""

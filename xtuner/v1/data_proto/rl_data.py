@@ -71,7 +71,8 @@ class SampleParams(XTunerConfig):
     return_logprob: bool = True
     """Return the log-prob of every generated token; training needs it."""
     top_logprobs: int = Field(1, ge=0)
-    """How many of the most likely tokens an engine reports beside each sampled one. 0 and 1: only the sampled token."""
+    """How many of the most likely tokens an engine reports beside each sampled one: their ids and log-probs are kept in
+    the sample's `extra_fields["top_logprobs"]` and in the trajectories. 0 and 1: only the sampled token."""
     return_token_ids: bool = True
     """Token ids in and out. False (text only) cannot be trained on."""
     include_stop_str_in_output: bool = True
@@ -252,4 +253,5 @@ def reset_response(state: RolloutState) -> None:
     state.response_mask = state.reward = state.finish_reason = state.error_msg = state.judge_error = None
     state.tool_calls = state.routed_experts = state.advantage = state.train_logprobs = state.logprob_stage = None
     state.rollout_worker = None
+    state.extra_fields.pop("top_logprobs", None)
     state.status = Status.INIT

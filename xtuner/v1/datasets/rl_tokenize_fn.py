@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from xtuner.v1.config import XTunerConfig
 from xtuner.v1.data_proto import RolloutState
+from xtuner.v1.utils.not_here import not_here
 
 from .record import Record, RowError, parse_record
 
@@ -234,3 +235,10 @@ def _judgers(source: dict[str, float], mapping: Mapping[str, str | dict[str, flo
         for judger, share in ({target: 1.0} if isinstance(target, str) else target).items():
             judgers[judger] = judgers.get(judger, 0.0) + weight * share
     return judgers
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    _INSTEAD = {
+        "RLQwen3VLTokenizeFnConfig": "models read text alone, use RLTextTokenizeFnConfig",
+    }
+    __getattr__ = not_here(__name__, _INSTEAD)

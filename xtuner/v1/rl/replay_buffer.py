@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xtuner.v1.config.base import XTunerConfig
 from xtuner.v1.data_proto import RolloutState, Status
+from xtuner.v1.utils.not_here import not_here
 
 Group = list[RolloutState]
 
@@ -106,3 +107,10 @@ class SyncReplayBufferConfig(XTunerConfig):
 
     def build(self) -> ReplayBuffer:
         return ReplayBuffer()
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    _INSTEAD = {
+        "AsyncReplayBufferConfig": "rollouts and training take turns, use SyncReplayBufferConfig",
+    }
+    __getattr__ = not_here(__name__, _INSTEAD)

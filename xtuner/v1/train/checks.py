@@ -19,6 +19,7 @@ from xtuner.v1.utils import get_logger
 from .checkpoints import STATE_FILE
 from .debug_replay import replay_problem
 from .exact import changes_of_distribution, check_exact
+from .idle_fields import idle_fields
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -33,6 +34,8 @@ is the run's to choose."""
 def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     """Problems that would stop the run, each with field, value and the way out. Doubts are logged as warnings."""
     problems = _check_folders(cfg) + _check_workers(cfg) + check_exact(cfg)
+    if idle := idle_fields(cfg):
+        get_logger().info(f"no effect in this run: {', '.join(idle)}.")
     if cfg.debug_train:  # neither data nor engine is used
         problem = replay_problem(Path(cfg.debug_rollout_dir or ""), cfg.total_train_steps)
         return problems + ([problem] if problem else [])
@@ -150,8 +153,13 @@ def _warn_of_intervals(cfg: "RLColocateTrainerConfig", steps: int) -> None:
 
 
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
-    problems = _check_work_dir(cfg) + _check_model(cfg, "load_from", cfg.load_from)
-    worker = cfg.train_worker_cfg
+    worker, broken = cfg.train_worker_cfg, _check_model(cfg, "load_from", cfg.load_from)
+    problems = _check_work_dir(cfg) + broken
+    if not broken and not _same_folder(worker.load_from, cfg.load_from):
+        problems.append(
+            f"train_worker_cfg.load_from={str(worker.load_from)!r}, but load_from={str(cfg.load_from)!r}: training "
+            "begins with the latter; set both alike."
+        )
     if worker.loss_cfg.use_kl_loss and worker.ref_load_from is not None:
         problems += _check_model(cfg, "train_worker_cfg.ref_load_from", worker.ref_load_from)
     idle = [name for name in ("ref_load_from", "ref_model_fsdp_cfg") if getattr(worker, name) is not None]
@@ -167,6 +175,10 @@ def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
             "ckpt-step-N folder."
         )
     return problems
+
+
+def _same_folder(one: str | Path, other: str | Path) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def _check_work_dir(cfg: "RLColocateTrainerConfig") -> list[str]:
@@ -285,10 +297,21 @@ def _check_task(cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConf
             f"{where}: the tokenize function's require_ground_truth=False lets rows without a label in, but "
             "judger_config compares with the label; leave require_ground_truth out."
         )
-    # A loop of the user's own may set the reward itself.
-    if task.judger_config is None and type(task.agent_loop_config) is SingleTurnAgentLoopConfig:
+    if type(task.agent_loop_config) is not SingleTurnAgentLoopConfig:
+        return problems  # a loop of the user's own may set the reward itself, and read what it likes
+    if task.judger_config is None:
         problems.append(f"{where}: judger_config is None: nothing would give a reward.")
-    return problems
+    return problems + _check_checkpoint_of_loop(cfg, where, task.agent_loop_config.hf_checkpoint)
+
+
+def _check_checkpoint_of_loop(cfg: "RLColocateTrainerConfig", where: str, folder: str | Path) -> list[str]:
+    """The single-turn loop reads nothing from it; another tokenizer would be expected to have an effect."""
+    said = f"{where}: agent_loop_config.hf_checkpoint={str(folder)!r}"
+    if not Path(folder).is_dir():
+        return [f"{said} is no folder; give that of the run's model, as in load_from."]
+    if not _same_folder(folder, cfg.tokenizer_path) and not _same_folder(folder, cfg.load_from):
+        get_logger().warning(f"{said} has no effect: the loop takes tokenizer_path={str(cfg.tokenizer_path)!r}.")
+    return []
 
 
 def _sampling_problems(cfg: "RLColocateTrainerConfig", where: str, task: TaskSpecConfig) -> list[str]:

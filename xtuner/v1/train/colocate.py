@@ -25,8 +25,9 @@ from .checkpoints import expect_files, read_state, refuse_done, restore_rng, sav
 from .checks import epoch_steps, measured_problems
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
-from .experiment import Experiment, name_of
+from .experiment import Experiment
 from .progress import Progress, StepTimer
+from .resolved import resolved_config, resolved_worker
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, write_trajectories
 from .step_metrics import Throughput, training_metrics
@@ -368,7 +369,7 @@ class RLColocateTrainer:
             if named is not None and not self.experiment.resumed:
                 refuse_done(Path(named), self.total_steps)
             return
-        self.experiment.describe(cfg.model_dump(mode="json", fallback=name_of))
+        self.experiment.describe(resolved_config(self))
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)
@@ -437,15 +438,8 @@ class RLColocateTrainer:
             await self.rollout.start(self.experiment.logs)
 
     async def _start_workers(self, load: LoadCheckpointConfig) -> None:
-        cfg, worker = self.cfg, self.cfg.train_worker_cfg
         assert self.experiment is not None
-        worker = worker.model_copy(
-            update={
-                "load_from": cfg.load_from, "log_dir": self.experiment.logs,
-                "seed": cfg.seed if worker.seed is None else worker.seed,
-                "loss_cfg": worker.loss_cfg.normalized_by(cfg.advantage_estimator_config.loss_max_length),
-            }
-        )  # fmt: skip
+        cfg, worker = self.cfg, resolved_worker(self.cfg, self.experiment.logs)
         self.export_dtype = checkpoint_dtype(cfg.load_from)
         exact, excuse = is_exact(cfg), gap_excuse(cfg)
         if exact and excuse:

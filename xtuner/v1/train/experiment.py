@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from xtuner.v1.utils import get_logger, lock_file, write_json
+from xtuner.v1.utils.secrets import is_harmless_variable, without_secrets
 
 from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers
 from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
-_ENV_PREFIXES = ("XTUNER_", "CUDA_", "NCCL_", "OMP_", "MKL_", "RAY_", "PYTORCH_", "TORCH_", "SLURM_")
-_ENV_NAMES = {"WORLD_SIZE", "RANK", "NODE_COUNT", "NODE_RANK", "WORK_DIR", "MODEL_PATH", "DATA_PATH", "EVAL_DATA_PATH"}
-_SECRET_MARKS = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
-_SECRET_FIELD = re.compile(r"(^|[_-])(api[_-]?key|secret|password|token|credential|authorization)s?$", re.IGNORECASE)
 _RUN_NAME = re.compile(r"\d{14}(?:-\d+)?")
 
 
@@ -181,31 +178,12 @@ def environment() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    variables = {
-        k: v
-        for k, v in sorted(os.environ.items())
-        if (k in _ENV_NAMES or k.startswith(_ENV_PREFIXES)) and not any(m in k for m in _SECRET_MARKS)
-    }
+    variables = {k: v for k, v in sorted(os.environ.items()) if is_harmless_variable(k)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "versions": versions, "python": platform.python_version(), "platform": platform.platform(), "gpu": gpu,
         "cpu_threads": torch.get_num_threads(), "variables": variables,
     }  # fmt: skip
-
-
-def name_of(value: Any) -> str:
-    """For an object of the user's own in a configuration: its name alone, as its text may hold a secret."""
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def without_secrets(value: Any, name: str = "") -> Any:
-    """A copy in which text under names such as `api_key` is hidden."""
-    if isinstance(value, dict):
-        return {k: without_secrets(v, str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(v, name) for v in value]
-    return "(hidden)" if isinstance(value, str) and _SECRET_FIELD.search(name) else value
 
 
 def _run_order(path: Path) -> tuple[str, int]:

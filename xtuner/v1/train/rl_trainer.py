@@ -14,6 +14,7 @@ from xtuner.v1.rl.rollout.config import RolloutConfig
 from xtuner.v1.rl.trainer import WorkerConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
 from xtuner.v1.utils.device import rare_garbage_collection
+from xtuner.v1.utils.not_here import not_here
 
 if TYPE_CHECKING:
     from .colocate import RLColocateTrainer
@@ -48,10 +49,34 @@ class LoadCheckpointConfig(XTunerConfig):
 
 
 class TraceConfig(XTunerConfig):
-    """OpenTelemetry tracing of rollouts; not offered by this version."""
+    """OpenTelemetry tracing of rollouts; not offered by this version. What belongs to it is taken and has no effect."""
 
-    enabled: Literal[False] = False
+    enabled: bool = False
     """Must be False."""
+    output_dir: str | Path | None = None
+    """Folder of the traces."""
+    service_name: str = "xtuner-rollout"
+    """Name of the run in them."""
+    xtuner_viewer_enabled: bool = False
+    """Must be False."""
+    xtuner_viewer_host: str = "127.0.0.1"
+    """Address of the viewer."""
+    xtuner_viewer_port: int = Field(18080, ge=0, le=65535)
+    """Its port."""
+    xtuner_viewer_jaeger_query_url: str | None = None
+    """Where it finds the traces."""
+    enable_rollout_trace: bool = False
+    """Must be False."""
+
+    @model_validator(mode="after")
+    def _not_offered(self) -> "TraceConfig":
+        for name in ("enabled", "xtuner_viewer_enabled", "enable_rollout_trace"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"trace_config.{name}=True: this version traces no rollouts; leave it False. A run's folder has "
+                    "every answer in train_rollout/ and the times of every step in logs/metrics.jsonl."
+                )
+        return self
 
 
 class RLColocateTrainerConfig(XTunerConfig):
@@ -218,3 +243,10 @@ class RLColocateTrainerConfig(XTunerConfig):
             if problems := self.check():
                 raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
             return RLColocateTrainer(self.model_copy(deep=True))
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    _INSTEAD = {
+        "RLDisaggregatedTrainerConfig": "training and engine share their devices, use RLColocateTrainerConfig",
+    }
+    __getattr__ = not_here(__name__, _INSTEAD)

@@ -148,7 +148,9 @@ def _trajectory(
     state: RolloutState, rollout_logprobs: list[float] | None, train_logprobs: list[float] | None
 ) -> dict[str, Any]:
     reward = state.reward or {}
-    return {
+    alternatives = state.extra_fields.get("top_logprobs")
+    asked = {} if alternatives is None else {"top_logprobs": alternatives}
+    return asked | {
         "rollout_id": state.rollout_id,
         "group_id": state.group_id,
         "task_name": state.task_name,

@@ -1,5 +1,9 @@
 """Judgers: from a response to a reward, or to the reason why there is none."""
 
+from typing import TYPE_CHECKING
+
+from xtuner.v1.utils.not_here import not_here
+
 from .base import BaseJudger, JudgeError, Judger
 from .composed import ComposedJudger, ComposedJudgerConfig
 from .config import JudgerConfig, build_judger
@@ -20,3 +24,12 @@ __all__ = [
     "RemoteJudger",
     "build_judger",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    _INSTEAD = {
+        "DapoMathJudgerConfig": "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
+        "GEO3KJudgerConfig": "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
+        "CompassVerifierV2Config": "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
+        "RayJudger": "JudgerConfig(cpu_resources=...) judges in other processes",
+    }
+    __getattr__ = not_here(__name__, _INSTEAD)

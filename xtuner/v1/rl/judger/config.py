@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from xtuner.v1.config import XTunerConfig
 from xtuner.v1.rl.utils import CPUResourcesConfig, Launcher
+from xtuner.v1.utils.secrets import without_secrets
 from xtuner.v1.utils.signatures import check_call
 
 from .base import Judger
@@ -26,12 +27,14 @@ class JudgerConfig(XTunerConfig):
     For a judger with other inputs, subclass `Judger` and override `build_local` in a subclass of this.
     """
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # `extra_info` and the URL may hold secrets
+
     needs_label: ClassVar[bool] = False
     """Whether a sample without a label is sure to be a judge error. Not known of a function."""
 
     judger_name: str = Field(min_length=1)
     """Name in logs and of the worker pool."""
-    reward_handler: RewardHandler | None = Field(None, exclude=True)
+    reward_handler: RewardHandler | None = Field(None, exclude=True, repr=False)
     """`fn(response: str, label, extra_info: dict)`, plain or async, giving a number or a dict with `score`; `label` is
     the row's `reward_model["ground_truth"]`, None if the data may lack it (`require_ground_truth=False`). Or the
     http(s) URL of a service that takes these three as JSON and replies with the dict. None only in subclasses that
@@ -39,7 +42,7 @@ class JudgerConfig(XTunerConfig):
     request_timeout: float = Field(30.0, gt=0, allow_inf_nan=False)
     """Longest time for one sample in seconds, retries included, waiting for a free slot (here or in a process) not.
     Past it the sample has a judge error."""
-    extra_info: dict[str, Any] = Field({}, exclude=True)
+    extra_info: dict[str, Any] = Field({}, exclude=True, repr=False)
     """Handed to the reward function with every sample (a shallow copy). JSON values only for a URL."""
     cpu_resources: CPUResourcesConfig | None = None
     """Processes to judge in. None: in the process of the caller. The local launcher has no other processes."""
@@ -59,7 +62,7 @@ class JudgerConfig(XTunerConfig):
                 raise ValueError(f"{where} is None: give a function, a URL, or use a preset (GSM8KJudgerConfig).")
         elif isinstance(handler, str):
             if not handler.startswith(("http://", "https://")):
-                raise ValueError(f"{where}={handler!r} is no URL: it must begin with http:// or https://.")
+                raise ValueError(f"{where}={without_secrets(handler)!r} is no URL: it must begin with http:// or https://.")
             try:
                 json.dumps(self.extra_info, allow_nan=False)
             except (TypeError, ValueError) as error:

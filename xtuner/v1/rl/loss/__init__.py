@@ -1,5 +1,9 @@
 """Policy losses, KL penalties, rollout importance sampling: pure functions of tensors and their configs."""
 
+from typing import TYPE_CHECKING
+
+from xtuner.v1.utils.not_here import not_here
+
 from .grpo import BaseRLLossConfig, GRPOLossConfig
 from .importance import (
     RolloutImportanceSampling,
@@ -36,3 +40,9 @@ __all__ = [
     "rollout_is_weights",
     "sft_loss_fn",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    _INSTEAD = {
+        "OrealLossConfig": "use GRPOLossConfig, with a policy loss of your own by register_policy_loss if need be",
+    }
+    __getattr__ = not_here(__name__, _INSTEAD)

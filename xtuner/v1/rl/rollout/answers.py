@@ -67,6 +67,8 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
     state.status = status_of_finish_reason(output.finish_reason)
     state.error_msg = output.error
     state.routed_experts = output.routed_experts
+    if output.top_logprobs is not None:
+        state.extra_fields["top_logprobs"] = output.top_logprobs
     return state
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from xtuner.v1.config import TorchDtype, XTunerConfig
+from xtuner.v1.config import TorchDtype, XTunerConfig, changed_fields
 from xtuner.v1.utils import get_logger
+from xtuner.v1.utils.secrets import HIDDEN
 
 from .backends.options import (
     device_problem,
@@ -57,6 +58,8 @@ _OF_A_GPU, _OF_A_CPU = ("dtype", "gpu_memory_utilization"), ("cpu_dtype", "cpu_c
 class RolloutConfig(XTunerConfig):
     """The rollout engine of every rank."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # of a rule between fields, that is keys and variables too
+
     env: str = ""
     """Free label of the experiment; kept in the run's config.json."""
     backend: Backend | None = None
@@ -69,7 +72,7 @@ class RolloutConfig(XTunerConfig):
     """Name under which a server knows the model. None: the model_type of its config.json."""
     tokenizer_path: str | Path | None = None
     """Tokenizer of a server. None: `model_path`."""
-    api_key: list[str] | str | None = None
+    api_key: list[str] | str | None = Field(None, repr=False)
     """Bearer token of a server. None: one made for the run."""
     gpus_per_node: int = Field(8, ge=1)
     """GPUs of a machine, for engines that span machines."""
@@ -137,7 +140,7 @@ class RolloutConfig(XTunerConfig):
     """Longest sequence, prompt and response, in tokens. None: the model's max_position_embeddings."""
     enable_float8: bool = False
     """Serve in float8."""
-    extra_rollout_config: dict[str, Any] = {}
+    extra_rollout_config: dict[str, Any] = Field({}, repr=False)
     """Options for the engine's server, by prefix: `sglang_*`, `lmdeploy_*`, `vllm_*`; `vllm_max_log_len=9` becomes
     `--max-log-len 9`. `*_python` is the interpreter of its environment, `*_env` a mapping of variables for it."""
     max_retry_per_worker: int | None = None
@@ -294,14 +297,10 @@ class RolloutConfig(XTunerConfig):
                 f"{model.model_type!r}, which has no experts; leave it out."
             )
 
-    def _changed(self, name: str) -> bool:
-        return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
-
     def _check_options(self, backend: Backend) -> None:
+        reasons = _NOT_IN_NATIVE if backend == "native" else not_in(backend)
         refused = [
-            f"{name}={'(hidden)' if name == 'api_key' else repr(getattr(self, name))} ({reason})"
-            for name, reason in (_NOT_IN_NATIVE if backend == "native" else not_in(backend)).items()
-            if self._changed(name)
+            f"{name}={_shown(name, getattr(self, name))} ({reasons[name]})" for name in changed_fields(self, reasons)
         ]
         if backend != "native":
             refused += option_problems(self, backend)
@@ -330,7 +329,7 @@ class RolloutConfig(XTunerConfig):
         without_effect += _OF_A_GPU if device == "cpu" else _OF_A_CPU
         if not config.enable_chunked_prefill:
             without_effect += ("chunked_prefill_size",)
-        if idle := [name for name in dict.fromkeys(without_effect) if self._changed(name)]:
+        if idle := changed_fields(self, dict.fromkeys(without_effect)):
             where = f"the {config.backend} engine on {device}"
             get_logger().info(f"rollout_config: no effect with {where}: {', '.join(idle)}.")
         names = [f"rollout_{rank}" for rank in range(ranks)]
@@ -339,6 +338,11 @@ class RolloutConfig(XTunerConfig):
             for rank, name in enumerate(names)
         ]
         return RolloutController(config, handles, names, tokenizer, seed)
+
+
+def _shown(name: str, value: Any) -> str:
+    """For a message: of a mapping its keys alone, as what they stand for may be a secret."""
+    return HIDDEN if name == "api_key" else repr(list(value) if isinstance(value, dict) else value)
 
 
 def _refuse(backend: str, problems: list[str]) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .errors import HIDDEN, UserError, clean_loc, validation_lines
-from .source import argument_line, missing_variable, quote, user_frame
+from xtuner.v1.utils.secrets import HIDDEN
+
+from .errors import UserError, clean_loc, validation_lines
+from .source import argument_line, missing_variable, names_secret, quote, user_frame
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -108,8 +110,9 @@ def _explain(error: BaseException, path: Path) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, SyntaxError) and error.filename:
-        caret = " " * (max(error.offset or 1, 1) - 1) + "^"
-        return f"{error.filename}:{error.lineno}: {error.msg}\n    {(error.text or '').rstrip()}\n    {caret}"
+        text, caret = (error.text or "").rstrip(), " " * (max(error.offset or 1, 1) - 1) + "^"
+        source = "" if names_secret(text) else f"\n    {text}\n    {caret}"
+        return f"{error.filename}:{error.lineno}: {error.msg}{source}"
     frame = user_frame(error, path)
     line = (frame.lineno or 0) if frame else 0
     file = frame.filename if frame else str(path)

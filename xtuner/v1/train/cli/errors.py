@@ -1,19 +1,16 @@
 """What a user's mistake looks like on the screen."""
 
 import difflib
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from xtuner.v1.utils.secrets import HIDDEN, hides, without_secrets
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_SECRET = re.compile(r"(^|_)((api_?key|secret|password)s?|token)$", re.IGNORECASE)
-"""Names of secrets; `max_tokens` and the like are counts."""
 _UNION_MEMBERS = {"str", "int", "float", "bool", "none", "dict", "list", "callable", "path", "url"}
 _MAX_VALUE_CHARS = 80
-HIDDEN = "(hidden)"
-"""Stands for a secret value; the source line that may hold it is not quoted either."""
 
 
 class UserError(Exception):
@@ -60,14 +57,14 @@ def _line(path: tuple[str | int, ...], item: Any, title: str) -> str:
         if own and reason.startswith((f"{own}:", f"{own}.")):  # it begins with the field: give its path once
             return f"{name}{reason.removeprefix(own)}"
         return f"{name}: {reason}" if name else reason
-    return f"{name} = {show_value(path[-1] if path else '', item['input'])}: {reason}"
+    return f"{name} = {show_value(item['input'], *path)}: {reason}"
 
 
-def show_value(name: str | int, value: Any) -> str:
-    """`repr` of the value, shortened; a secret is never shown."""
-    if _SECRET.search(str(name)):
+def show_value(value: Any, *path: str | int) -> str:
+    """`repr` of the value at the end of `path`, shortened; a secret is never shown."""
+    if hides(path):
         return HIDDEN
-    text = repr(value)
+    text = repr(without_secrets(value, *path))
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
 
 

@@ -17,7 +17,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
-from .errors import UserError, clean_loc, did_you_mean, join_path, validation_lines
+from xtuner.v1.utils.secrets import without_secrets
+
+from .errors import UserError, clean_loc, did_you_mean, join_path, show_value, validation_lines
 
 _NOTHING = object()
 Path = tuple[str | int, ...]
@@ -36,7 +38,8 @@ class Override:
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
             raise UserError(f"--set {text}: write path.to.field=value")
-        return cls(path.strip(), value.strip(), f"--set {text}")
+        path, value = path.strip(), value.strip()
+        return cls(path, value, f"--set {path}={_shown(value, path.split('.'))}")
 
 
 def apply_overrides(config: BaseModel, overrides: Iterable[Override]) -> BaseModel:
@@ -119,7 +122,8 @@ class _Draft:
         if not isinstance(child, BaseModel | dict | list | tuple):
             where = join_path((*self.path, key))
             hint = " Give it as a whole, as JSON." if child is None else ""
-            raise UserError(f"{override.option}: {where} is {child!r} and has no '{next_name}'.{hint}")
+            shown = show_value(child, *self.path, key)
+            raise UserError(f"{override.option}: {where} is {shown} and has no '{next_name}'.{hint}")
         draft = _Draft(child, self._type_of(key), (*self.path, key))
         self.children[key] = draft
         return draft
@@ -144,6 +148,14 @@ class _Draft:
         named = [(p, o) for p, o in blamed if any(str(p[-1]) in line for line in lines)]
         options = " ".join(dict.fromkeys(o.option for _, o in named or blamed)) or "the command line"
         return "\n".join([f"{options}: not valid", *(f"  {line}" for line in lines)])
+
+
+def _shown(text: str, path: list[str]) -> str:
+    """The text of a value as the user wrote it, without secrets."""
+    loaded = _json(text)
+    if isinstance(loaded, dict | list) and (shown := without_secrets(loaded, *path)) != loaded:
+        return json.dumps(shown, ensure_ascii=False)
+    return without_secrets(text, *path)
 
 
 def _skipped_index(node: _Draft, names: list[str]) -> int:

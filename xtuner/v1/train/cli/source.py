@@ -8,7 +8,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from xtuner.v1.utils.secrets import is_secret
+
 _PACKAGE = Path(__file__).resolve().parents[3]
+_GIVEN_TEXT = re.compile(r"""([\w-]+)["']?\]?\s*[=:](?=.*["'])""")
+"""The name before `= "text"` or `: "text"`, whatever stands between."""
 
 
 def user_frame(error: BaseException, config: Path) -> traceback.FrameSummary | None:
@@ -54,9 +58,14 @@ def _is_remote(error: BaseException) -> bool:
 
 
 def quote(filename: str, line: int) -> str:
-    """The text of a line, indented for display; empty if there is none."""
+    """The text of a line, indented for display; empty if there is none, or a secret in it."""
     text = linecache.getline(filename, line).strip()
-    return f"    {text}" if text else ""
+    return f"    {text}" if text and not names_secret(text) else ""
+
+
+def names_secret(line: str) -> bool:
+    """Whether the line of a program gives some text to a secret's name."""
+    return any(is_secret(name) for name in _GIVEN_TEXT.findall(line))
 
 
 def _is_users(file: Path, config: Path) -> bool:
