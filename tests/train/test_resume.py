@@ -19,6 +19,7 @@ from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.evaluator import EvaluatorConfig
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
+from xtuner.v1.utils import get_logger
 
 from .helpers import Run, close, config, fit, read_rows, spread, with_evaluation, write_prompts
 
@@ -75,6 +76,17 @@ def without_seconds(row):
 def unbroken(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     return fit(long_config(model, folder))
+
+
+def test_a_run_that_goes_on_with_another_configuration_says_so_and_keeps_the_first(model, tmp_path, monkeypatch):
+    broken(long_config(model, tmp_path, break_after=2))
+    said = []
+    monkeypatch.setattr(get_logger(), "warning", said.append)
+    run = fit(long_config(model, tmp_path, worker={"optimizer_steps": 2, "optim_cfg": AdamWConfig(lr=0.02)}))
+    (told,) = [m for m in said if "another configuration" in m]
+    assert "train_worker_cfg.optim_cfg.lr=0.02 (was 0.01)" in told and told.endswith("in config-1.json.")
+    configs = [json.loads((run.path / name).read_text()) for name in ("config-1.json", "config.json")]
+    assert [c["train_worker_cfg"]["optim_cfg"]["lr"] for c in configs] == [0.01, 0.02]
 
 
 def test_rewards_that_draw_go_on_where_they_were(model, tmp_path):

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
 _RUN_NAME = re.compile(r"\d{14}(?:-\d+)?")
+_SHOWN = 12
+"""Changes of a configuration in a log line."""
 
 
 class Experiment:
@@ -142,10 +145,26 @@ class Experiment:
             self._lock.close()
 
     def describe(self, config: dict[str, Any]) -> None:
-        """Leave what explains the run: resolved configuration, allow-listed environment, state of the sources."""
-        write_json(self.path / "config.json", without_secrets(config))
+        """Leave what explains the run: resolved configuration, allow-listed environment, state of the sources. Of a
+        resumed run, what its configuration was before stays too, and is compared."""
+        path, config = self.path / "config.json", json.loads(json.dumps(without_secrets(config), default=str))
+        if path.is_file():
+            self._keep_earlier(path, config)
+        write_json(path, config)
         write_json(self.logs / "env.json", environment())
         self._git_info()
+
+    def _keep_earlier(self, path: Path, config: dict[str, Any]) -> None:
+        changes = list(_differences(json.loads(path.read_text(encoding="utf-8")), config))
+        if not changes:
+            return
+        earlier = self.path / f"config-{len(self.entry['history']) - 1}.json"
+        path.rename(earlier)
+        more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        get_logger().warning(
+            f"the run goes on with another configuration: {', '.join(changes[:_SHOWN])}{more}. The one before is in "
+            f"{earlier.name}."
+        )
 
     def _git_info(self) -> None:
         root = Path(__file__).resolve().parents[3]
@@ -164,6 +183,18 @@ class Experiment:
                 get_logger().warning(f"git information is missing: {error}")
                 return
             (folder / name).write_bytes(done.stdout)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Where two JSON values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, after, f"{path}[{i}]")
+    elif old != new:
+        yield f"{path}={json.dumps(new, ensure_ascii=False)} (was {json.dumps(old, ensure_ascii=False)})"
 
 
 def environment() -> dict[str, Any]:
