@@ -19,6 +19,7 @@ from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
 from xtuner.v1.utils import first_line, get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
+from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
 from .checkpoints import expect_files, read_state, refuse_done, restore_rng, saving, write_state
@@ -469,7 +470,7 @@ class RLColocateTrainer:
             return
         self.closed = True
         with ExitStack() as last_first:  # each is called whatever the others raise
-            last_first.callback(self.loop.close)
+            last_first.callback(end_loop, self.loop)
             last_first.callback(self.launcher.shutdown)
             if self.launcher.kind == "local":
                 last_first.callback(lambda: self.loop.run(self.on_workers("stop")))

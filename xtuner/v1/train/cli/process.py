@@ -1,13 +1,14 @@
 """One run's process: signals, and an exit code that tells the truth."""
 
 import errno
+import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import UserError
 from .source import is_message
@@ -79,6 +80,18 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
         if (full or is_message(error)) and not debug:
             return _ended(error)
         return _failed(f"{type(error).__name__}: {error}")
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, at once where a call that ignores its cancellation would keep the interpreter from ending."""
+    from xtuner.v1.utils.event_loop import left_behind
+
+    if left_behind():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _mistake(text: str, debug: bool) -> int:
