@@ -18,6 +18,7 @@ import torch
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.evaluator import EvaluatorConfig
+from xtuner.v1.train.resume import start_of, way_on
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 from xtuner.v1.utils import get_logger
 
@@ -137,6 +138,33 @@ def test_a_finished_run_says_so_and_leaves_no_new_file(model, tmp_path):
     longer = fit(long_config(model, tmp_path, **(changes | {"total_epochs": 2})))
     assert longer.path != first.path, "without a checkpoint a longer run starts anew and keeps the old one's files"
     assert files() == before
+
+
+def test_where_a_run_would_start_is_told_without_starting_it(model, tmp_path):
+    runs = tmp_path / "runs"
+    steps, anew = dict(checkpoint_interval=2), dict(auto_resume=True, checkpoint_interval=2)
+    assert start_of(config(model, tmp_path, **steps)) == "a new run"
+    assert start_of(config(model, tmp_path, **anew)) == f"a new run (auto_resume: there is none in {runs} yet)"
+    assert not runs.exists()
+    broken(cfg := config(model, tmp_path, task={"reward": BreaksAfter(12)}, **steps))
+    (run,) = runs.glob("2*")
+    assert start_of(config(model, tmp_path, **anew)).startswith(f"a new run (auto_resume: {run} has no complete")
+    assert way_on(cfg, run) == f"It has no checkpoint yet: the same command begins anew. Run folder: {run}"
+    off = way_on(config(model, tmp_path), run)
+    assert off.startswith("It has no checkpoint, as checkpoint_interval=-1: the same")
+
+    run = fit(config(model, tmp_path, **steps)).path
+    for cfg, how in (config(model, tmp_path, **steps), "the same command and --set auto_resume=true"), (
+        config(model, tmp_path, **anew), "the same command",
+    ):  # fmt: skip
+        assert way_on(cfg, run) == f"To go on from its checkpoint of step 2: {how}. Run folder: {run}"
+    assert start_of(config(model, tmp_path, **anew)) == f"none: {run} is finished (auto_resume)"
+    named = dict(load_checkpoint_cfg=LoadCheckpointConfig(checkpoint_path=run / "checkpoints" / "ckpt-step-2"))
+    new = start_of(config(model, tmp_path, **steps, **named))
+    assert new == f"a new run from {run / 'checkpoints' / 'ckpt-step-2'}"
+    longer = config(model, tmp_path, total_train_steps=4, **anew, **named)
+    assert start_of(longer) == f"goes on with {run} from ckpt-step-2 (auto_resume)"
+    assert [row["step"] for row in fit(longer).rows] == [1, 2, 3, 4], "and so it does"
 
 
 def test_a_crash_behind_the_checkpoint_costs_neither_evaluation_nor_row_nor_model(model, tmp_path):

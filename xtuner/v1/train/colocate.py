@@ -23,12 +23,13 @@ from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
 from .checkpoints import expect_files, read_state, refuse_done, restore_rng, saving, write_state
-from .checks import epoch_steps, measured_problems
+from .checks import epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
 from .experiment import Experiment
 from .progress import Progress, StepTimer
 from .resolved import resolved_config, resolved_worker
+from .resume import way_on
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, write_trajectories
 from .step_metrics import Throughput, training_metrics
@@ -82,7 +83,8 @@ class RLColocateTrainer:
                     metrics = self.loop.run(rollout_only(self) if self.cfg.debug_rollout else train_only(self))
                 else:
                     metrics = self.loop.run(self._fit())
-            logger.info(f"finished {self.total_steps} steps. Run folder: {self.run_dir}")
+            saved = f" Rollouts: {Path(self.cfg.debug_rollout_dir or '').absolute()}." if self.cfg.debug_rollout else ""
+            logger.info(f"finished {self.total_steps} steps.{saved} Run folder: {self.run_dir}")
             return metrics
         finally:
             self.close()
@@ -402,11 +404,8 @@ class RLColocateTrainer:
         if cfg.total_train_steps is not None:
             if cfg.total_epochs is not None:
                 logger.info(f"total_train_steps={cfg.total_train_steps} wins over total_epochs={cfg.total_epochs}.")
-            if not cfg.debug_train and (prompts := len(self.manager)) < cfg.train_batch_size:
-                logger.warning(
-                    f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: every step draws some "
-                    "of them more than once."
-                )
+            if not cfg.debug_train:
+                warn_of_repeated_prompts(cfg, len(self.manager))
             return cfg.total_train_steps
         if cfg.debug_train:
             assert cfg.debug_rollout_dir is not None
@@ -463,6 +462,10 @@ class RLColocateTrainer:
     async def on_workers(self, method: str, *args: Any) -> list[Any]:
         """Results of `method` on every training worker, by rank."""
         return list(await asyncio.gather(*(h.call(method, *args) for h in self.workers)))
+
+    def way_on(self) -> str:
+        """What to do after this run was stopped before its end."""
+        return way_on(self.cfg, self.run_dir)
 
     def close(self) -> None:
         """Stop all that this run started. Safe to call twice."""

@@ -92,6 +92,7 @@ def train(
         trainer_cfg = _resolve(config, config_option, work_dir, num_workers, accelerator, launcher, set_)
         trainer = _build(trainer_cfg)
         signals.arm()
+        signals.way_on = getattr(trainer, "way_on", signals.way_on)
         trainer.fit()
 
     leave(run_process(body, debug))

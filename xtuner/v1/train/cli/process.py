@@ -22,6 +22,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.way_on: Callable[[], str] = lambda: ""
+        """What to do about a run that was stopped, once there is one."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -102,8 +104,11 @@ def _mistake(text: str, debug: bool) -> int:
 
 
 def _stopped(signals: StopSignals) -> int:
+    """Said in the run's log file too."""
+    from xtuner.v1.utils import get_logger
+
     name = signal.Signals(signals.received or signal.SIGINT).name
-    print(f"Stopped by {name}; the run is not finished.", file=sys.stderr)
+    get_logger().warning(f"Stopped by {name}; the run is not finished. {signals.way_on()}".rstrip())
     return signals.exit_code()
 
 
