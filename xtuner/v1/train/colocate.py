@@ -15,6 +15,7 @@ from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
 from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
 from xtuner.v1.rl.trainer.probe import Probe
+from xtuner.v1.rl.trainer.reward_parts import reward_parts
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
 from xtuner.v1.utils import first_line, get_logger, log_to_file
@@ -32,6 +33,7 @@ from .resolved import resolved_config, resolved_worker
 from .resume import way_on
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, write_trajectories
+from .sample_warnings import SampleWarnings
 from .step_metrics import Throughput, training_metrics
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class RLColocateTrainer:
         self.loop = asyncio.Runner()
         self.closed = False
         self.canary = Canary(cfg)
+        self.sample_warnings = SampleWarnings()
         self.together = False
         """Whether engine and trainer keep their memory in each other's phases."""
         self.debug = cfg.debug_rollout or cfg.debug_train
@@ -113,7 +116,7 @@ class RLColocateTrainer:
         with timer("onload"):
             await self._to_training(keep_weights=not syncing)
         with timer("prepare_data"):
-            report = self.build_samples(batch.groups)
+            report = self.build_samples(step, batch.groups)
         with timer("training"):
             results = await self.train(report, step, probe)
         metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results) | compared
@@ -172,11 +175,14 @@ class RLColocateTrainer:
         await self.rollout.sleep(("kv_cache",) if keep_weights else ("weights", "kv_cache"))
         await self.on_workers("onload")
 
-    def build_samples(self, groups: list[Group]) -> SampleReport:
-        """Advantages and training samples of a batch."""
+    def build_samples(self, step: int, groups: list[Group]) -> SampleReport:
+        """Advantages and training samples of a batch, and a warning if they can teach little."""
         worker = self.cfg.train_worker_cfg
         keep = not worker.free_rollout_routed_experts_in_worker
-        return build_samples(groups, self.estimator, worker.pack_max_length, keep)
+        report = build_samples(groups, self.estimator, worker.pack_max_length, keep)
+        report.metrics |= reward_parts(groups, self.cfg.agent_loop_manager_cfg.task_list())
+        self.sample_warnings.look(step, report.metrics)
+        return report
 
     async def train(self, report: SampleReport, step: int, probe: Probe | None = None) -> list[FitResult]:
         """One train step on every rank, after `probe` was found in order."""

@@ -1,5 +1,6 @@
 """One step's batch from all tasks."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -142,11 +143,7 @@ class AgentLoopManager:
                 "at once."
             )
         self._owed = owed
-        if result.dropped_groups or result.judge_errors or result.samples.get(Status.FAILED.value):
-            logger.warning(
-                f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
-                f"groups dropped {result.dropped_groups}"
-            )
+        _log_losses(result, train_step)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,6 +168,17 @@ class AgentLoopManager:
             task.sampler.load_state_dict(state["tasks"][task.name])
         owed = state.get("owed", {})  # checkpoints of before had none
         self._owed = [owed.get(task.name, 0.0) if task.weight > 0 else 0.0 for task in self.tasks]
+
+
+def _log_losses(result: ProduceBatchResult, train_step: int) -> None:
+    """Groups that a filter was asked to drop are no loss."""
+    lost = result.dropped_groups.keys() - {"filtered"} or result.judge_errors or result.samples.get(Status.FAILED.value)
+    if lost or result.dropped_groups:
+        logger.log(
+            logging.WARNING if lost else logging.INFO,
+            f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
+            f"groups dropped {result.dropped_groups}",
+        )
 
 
 def _summary(tallies: list[Tally], pause_s: float) -> ProduceBatchResult:
