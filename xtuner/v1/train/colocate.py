@@ -377,6 +377,7 @@ class RLColocateTrainer:
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)
         self.loop.run(self._start(load))
+        self.experiment.make_room(cfg.checkpoint_maxkeep, cfg.hf_max_keep)
 
     def _build_rollout(self) -> None:
         cfg = self.cfg

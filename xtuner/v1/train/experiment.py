@@ -14,7 +14,7 @@ from typing import Any
 from xtuner.v1.utils import get_logger, lock_file, write_json
 from xtuner.v1.utils.secrets import is_harmless_variable, without_secrets
 
-from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers
+from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers, saved_steps, step_of
 from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
@@ -89,10 +89,23 @@ class Experiment:
             return newest
         checkpoint = newest_checkpoint(newest)
         if checkpoint is None:
-            get_logger().info(f"auto_resume: {newest} has no complete checkpoint, starting a new run.")
+            self._start_anew(newest, total_steps)
             return None
         get_logger().info(f"auto_resume: continuing {newest} from {checkpoint.name}.")
         return newest
+
+    def _start_anew(self, newest: Path, total_steps: int) -> None:
+        """Tell of it, the more so if an older run got further."""
+        message = f"auto_resume: {newest} has no complete checkpoint, starting a new run."
+        older = (newest_checkpoint(run) for run in sorted(self._runs(), key=_run_order, reverse=True))
+        unfinished = (path for path in older if path is not None and (step_of(path) or 0) < total_steps)
+        if (found := next(unfinished, None)) is None:
+            get_logger().info(message)
+            return
+        get_logger().warning(
+            f"{message} The older run {found.parents[1]} has {found.name}, which is left as it is: to go on from it, "
+            f"set load_checkpoint_cfg.checkpoint_path={str(found)!r}."
+        )
 
     def _new_folder(self, prefix: str) -> Path:
         now = datetime.now().strftime("%Y%m%d%H%M%S")
@@ -149,6 +162,16 @@ class Experiment:
         key = "hf_checkpoint_list" if final.name.startswith("hf") else "checkpoint_list"
         self.entry[key] = [str(p) for p in keep_newest(final, keep)]
         self.save()
+
+    def make_room(self, checkpoints: int | None, exports: int | None) -> None:
+        """Of a resumed run, keep only so many now (see `saved`): it may have been given lower limits because the disk
+        is full. The newest of either kind stays."""
+        if not self.resumed:
+            return
+        if self.checkpoint is not None:
+            self.saved(self.checkpoint, checkpoints)
+        if made := saved_steps(self.path / "hf"):
+            self.saved(made[-1], exports)
 
     def close(self) -> None:
         """The last entry in the list; others may work on this run now."""
