@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from xtuner.v1.engine.checkpoint import check_train_state
 from xtuner.v1.model.hf import checkpoint_dtype
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.rl.rollout.controller import RolloutController
@@ -378,11 +379,14 @@ class RLColocateTrainer:
             if named is not None and not self.experiment.resumed:
                 refuse_done(Path(named), self.total_steps)
             return
+        if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
+            check_train_state(Path(load.checkpoint_path) / "weights")
         self.experiment.describe(resolved_config(self))
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)
         self.loop.run(self._start(load))
+        self.experiment.make_room(cfg.checkpoint_maxkeep, cfg.hf_max_keep)
 
     def _build_rollout(self) -> None:
         cfg = self.cfg

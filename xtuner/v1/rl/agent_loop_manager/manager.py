@@ -166,6 +166,9 @@ class AgentLoopManager:
             )
         for task in self.tasks:
             task.sampler.load_state_dict(state["tasks"][task.name])
+        id_offset = max(task.sampler.id_offset for task in self.tasks)
+        for task in self.tasks:
+            task.sampler.id_offset = id_offset
         owed = state.get("owed", {})  # checkpoints of before had none
         self._owed = [owed.get(task.name, 0.0) if task.weight > 0 else 0.0 for task in self.tasks]
 
