@@ -279,7 +279,7 @@ class RLColocateTrainer:
         """
         cfg = self.cfg
         assert self.experiment is not None
-        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or _is_on(cfg.hf_interval))):
+        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or (cfg.hf_interval or -1) > 0)):
             final = self.run_dir / "hf" / f"hf-step-{step}"
             with saving(final) as part:
                 await self.on_workers("save_hf", str(part), str(self.export_dtype))
@@ -363,8 +363,8 @@ class RLColocateTrainer:
         self.run_dir = self.experiment.path
         log_to_file(self.experiment.logs / "rank_0.log")
         self.cur_step = self.model_step = self.updates = 0
-        self.schedule_from = 0
         self.rng: str | None = None
+        self.schedule_from = 0
         """The step behind which the learning-rate schedule begins."""
         self.first_step = 0
         """Whose weights this run began with."""
@@ -379,8 +379,6 @@ class RLColocateTrainer:
             if named is not None and not self.experiment.resumed:
                 refuse_done(Path(named), self.total_steps)
             return
-        if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
-            check_train_state(Path(load.checkpoint_path) / "weights")
         self.experiment.describe(resolved_config(self))
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
         self.timer = StepTimer()
@@ -425,6 +423,7 @@ class RLColocateTrainer:
     def _restore_driver(self, load: LoadCheckpointConfig) -> None:
         assert self.experiment is not None and load.checkpoint_path is not None
         state = read_state(Path(load.checkpoint_path))
+        check_train_state(Path(load.checkpoint_path) / "weights")  # a worker elsewhere could only show its traceback
         self.cur_step = self.model_step = state["cur_step"]
         self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
@@ -492,10 +491,6 @@ class RLColocateTrainer:
             for part in (self.experiment, self.writer, self.progress):
                 if part is not None:
                     last_first.callback(part.close)
-
-
-def _is_on(interval: int | None) -> bool:
-    return interval is not None and interval > 0
 
 
 def _is_due(interval: int | None, step: int) -> bool:
