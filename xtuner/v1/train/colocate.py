@@ -379,6 +379,8 @@ class RLColocateTrainer:
             if named is not None and not self.experiment.resumed:
                 refuse_done(Path(named), self.total_steps)
             return
+        if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
+            check_train_state(Path(load.checkpoint_path) / "weights")
         self.experiment.describe(resolved_config(self))
         self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
         self.timer = StepTimer()
@@ -423,7 +425,6 @@ class RLColocateTrainer:
     def _restore_driver(self, load: LoadCheckpointConfig) -> None:
         assert self.experiment is not None and load.checkpoint_path is not None
         state = read_state(Path(load.checkpoint_path))
-        check_train_state(Path(load.checkpoint_path) / "weights")  # a worker elsewhere could only show its traceback
         self.cur_step = self.model_step = state["cur_step"]
         self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
