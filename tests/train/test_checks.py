@@ -68,7 +68,8 @@ def test_a_good_config_has_no_problem_and_is_not_changed_by_build(model, tmp_pat
         ({"skip_checkpoint_validation": True}, "skip_checkpoint_validation=True"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"launcher": "slurm"}, "launcher"),
-        ({"exp_tracker": "wandb"}, "exp_tracker"),
+        ({"exp_tracker": "mlflow"}, "exp_tracker"),
+        ({"exp_tracker": ["wandb", "mlflow"]}, "exp_tracker"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_at_construction(model, tmp_path, changes, message):

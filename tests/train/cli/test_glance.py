@@ -1,5 +1,6 @@
 """What the text of a config tells before anything is imported."""
 
+import sys
 import textwrap
 
 import pytest
@@ -81,3 +82,14 @@ def test_a_file_that_cannot_be_read_is_left_to_those_who_run_it(tmp_path):
     (tmp_path / "broken.py").write_text("def (")
     glance.refuse_at_a_glance(tmp_path / "broken.py", None, [])
     glance.refuse_at_a_glance(tmp_path / "missing.py", "gpu", [])
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    path = tmp_path / "config.py"
+    path.write_text('trainer = RLColocateTrainerConfig(\n    exp_tracker="wandb")\n')
+    with pytest.raises(UserError, match=r"config.py:2: exp_tracker='wandb', .*: pip install 'xtuner\[wandb\]'"):
+        glance.refuse_at_a_glance(path, None, [])
+    glance.refuse_at_a_glance(path, None, ["exp_tracker=jsonl"])
+    path.write_text('trainer = RLColocateTrainerConfig(exp_tracker="tensorboard")\n')
+    glance.refuse_at_a_glance(path, None, [])

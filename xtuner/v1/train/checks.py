@@ -20,6 +20,7 @@ from .checkpoints import STATE_FILE
 from .debug_replay import replay_problem
 from .exact import changes_of_distribution, check_exact
 from .idle_fields import idle_fields
+from .wandb_run import wandb_problem
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -36,6 +37,8 @@ def check_run(cfg: "RLColocateTrainerConfig") -> list[str]:
     problems = _check_folders(cfg) + _check_workers(cfg) + check_exact(cfg)
     if idle := idle_fields(cfg):
         get_logger().info(f"no effect in this run: {', '.join(idle)}.")
+    if "wandb" in cfg.trackers and (unsent := wandb_problem()):
+        problems.append(unsent)
     if cfg.debug_train:  # neither data nor engine is used
         problem = replay_problem(Path(cfg.debug_rollout_dir or ""), cfg.total_train_steps)
         return problems + ([problem] if problem else [])

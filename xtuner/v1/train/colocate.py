@@ -33,7 +33,7 @@ from .progress import Progress, StepTimer
 from .resolved import resolved_config, resolved_worker
 from .resume import way_on
 from .rl_trainer import LoadCheckpointConfig
-from .run_log import MetricWriter, clean, write_trajectories
+from .run_log import MetricWriter, clean, open_writer, write_trajectories
 from .sample_warnings import SampleWarnings
 from .step_metrics import Throughput, training_metrics
 
@@ -382,7 +382,7 @@ class RLColocateTrainer:
         if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
             check_train_state(Path(load.checkpoint_path) / "weights")
         self.experiment.describe(resolved_config(self))
-        self.writer = MetricWriter(self.experiment.logs, cfg.exp_tracker == "tensorboard", self.cur_step, self.updates)
+        self.writer = open_writer(self)
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)
         self.loop.run(self._start(load))

@@ -19,6 +19,8 @@ from xtuner.v1.utils.not_here import not_here
 if TYPE_CHECKING:
     from .colocate import RLColocateTrainer
 
+Tracker = Literal["tensorboard", "wandb", "jsonl"]
+
 
 class LoadCheckpointConfig(XTunerConfig):
     """What to take from a checkpoint."""
@@ -160,8 +162,9 @@ class RLColocateTrainerConfig(XTunerConfig):
     """Folder of the saved groups; needed by either debug mode."""
     skip_checkpoint_validation: bool = False
     """Kept for compatibility; checkpoints are always checked."""
-    exp_tracker: Literal["tensorboard", "jsonl"] = "tensorboard"
-    """`tensorboard`: event files beside metrics.jsonl, which is always written."""
+    exp_tracker: Tracker | list[Tracker] = "tensorboard"
+    """One or several, beside metrics.jsonl, which is always written. `tensorboard`: event files. `wandb`: a page at
+    Weights & Biases, with the same metrics and the configuration. `jsonl`: nothing else."""
     trace_config: TraceConfig = Field(default_factory=TraceConfig)
     """Tracing."""
     launcher: Literal["auto", "local", "ray"] = "auto"
@@ -218,6 +221,11 @@ class RLColocateTrainerConfig(XTunerConfig):
                     f"train_worker_cfg.{name}=True needs the engine's experts: set "
                     "rollout_config.enable_return_routed_experts=True, or leave it out."
                 )
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Those of `exp_tracker`."""
+        return [self.exp_tracker] if isinstance(self.exp_tracker, str) else self.exp_tracker
 
     def check(self) -> list[str]:
         """What files and numbers tell before any device is touched; an empty list if the run can start."""

@@ -1,4 +1,4 @@
-"""What a run writes while it goes: metrics, TensorBoard events, trajectories."""
+"""What a run writes while it goes: metrics, for trackers too, and trajectories."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic_core import to_json
@@ -16,6 +16,11 @@ from xtuner.v1.rl.agent_loop import reward_score
 from xtuner.v1.rl.judger.base import finite
 from xtuner.v1.utils import get_logger, write_atomic
 
+from .wandb_run import WandbRun
+
+if TYPE_CHECKING:
+    from .colocate import RLColocateTrainer
+
 Row = Mapping[str, float | None]
 
 _FLUSH_S = 2
@@ -24,18 +29,26 @@ STEP_ROWS, UPDATE_ROWS = "metrics.jsonl", "optimizer_steps.jsonl"
 
 
 class MetricWriter:
-    """`metrics.jsonl` (a row a train step), `optimizer_steps.jsonl` (a row an update), and TensorBoard events.
+    """`metrics.jsonl` (a row a train step), `optimizer_steps.jsonl` (a row an update), and the same for trackers.
 
     Rows are flushed as they are written. On resume, rows beyond the resumed step are dropped, so that a step
     never stands there twice.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool, resume_step: int = 0, resume_update: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        tensorboard: bool,
+        resume_step: int = 0,
+        resume_update: int = 0,
+        page: WandbRun | None = None,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             "steps": _open_rows(folder / STEP_ROWS, resume_step),
             "updates": _open_rows(folder / UPDATE_ROWS, resume_update),
         }
+        self._page = page
         self._boards: dict[str, _Board] = {}
         if tensorboard:
             board = folder / "exp_tracking"
@@ -55,12 +68,25 @@ class MetricWriter:
         file, board = self._files[kind], self._boards.get(kind)
         file.write(json.dumps({"step": step} | clean(metrics) | {"step": step}) + "\n")
         file.flush()
+        values = {key: math.nan if value is None else value for key, value in metrics.items()}
         if board is not None:
-            board.write({prefix + key: math.nan if value is None else value for key, value in metrics.items()}, step)
+            board.write({prefix + key: value for key, value in values.items()}, step)
+        if self._page is not None:
+            self._page.write(kind, step, values)
 
     def close(self) -> None:
         for writer in (*self._files.values(), *self._boards.values()):
             writer.close()
+        if self._page is not None:
+            self._page.close()
+
+
+def open_writer(run: "RLColocateTrainer") -> MetricWriter:
+    """For the steps that the run has before it, with the trackers that it asks for."""
+    assert run.experiment is not None
+    logs, trackers = run.experiment.logs, run.cfg.trackers
+    page = WandbRun(run.run_dir, logs, run.total_steps) if "wandb" in trackers else None
+    return MetricWriter(logs, "tensorboard" in trackers, run.cur_step, run.updates, page)
 
 
 class _Board:

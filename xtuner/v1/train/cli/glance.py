@@ -10,13 +10,14 @@ import shutil
 import tokenize
 from pathlib import Path
 
+from ..wandb_run import INSTALL, is_installed
 from .errors import UserError
 
 _ENGINES = ("sglang", "lmdeploy", "vllm")
 
 
 def refuse_at_a_glance(config: Path, accelerator: str | None, sets: list[str]) -> None:
-    """Raise UserError for a GPU run without a GPU, and for an engine that is not installed.
+    """Raise UserError for a GPU run without a GPU, and for an engine or a tracker that is not installed.
 
     accelerator: the command's option; sets: its FIELD=VALUE, which may change what the text says.
     """
@@ -44,6 +45,12 @@ def refuse_at_a_glance(config: Path, accelerator: str | None, sets: list[str]) -
                 problems.append(
                     f"{where}, but {engine} is not installed: pip install 'xtuner[{engine}]', or name the interpreter "
                     f"of an environment that has it in {_python(engine)}; or take backend='native'."
+                )
+    if not _touched(sets, "exp_tracker") and not is_installed():
+        for line, tracker in _literals(calls, "RLColocateTrainerConfig", "exp_tracker"):
+            if tracker == "wandb":
+                problems.append(
+                    f"{config}:{line}: exp_tracker='wandb', but wandb is not installed: {INSTALL}, or leave it out."
                 )
     if problems:
         raise UserError("\n".join(["the run cannot start:", *(f"- {problem}" for problem in problems)]))
