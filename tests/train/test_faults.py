@@ -63,7 +63,8 @@ async def never_ends(response, label, extra_info):
             pass
 
 
-def test_a_judge_that_ignores_its_cancellation_cannot_keep_the_run_from_ending(model, tmp_path):
+def test_a_judge_that_ignores_its_cancellation_cannot_keep_the_run_from_ending(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("xtuner.v1.utils.event_loop._left", [])  # this process goes on
     judger = JudgerConfig(judger_name="judge", reward_handler=never_ends, request_timeout=0.2)
     cfg = config(model, tmp_path, task={"judger_config": judger})
     fails(cfg, r"(?s)12 of 12 completed samples.*no result within 0\.2 s")
