@@ -11,7 +11,7 @@ from xtuner.v1.data_proto import Status
 from xtuner.v1.rl.agent_loop import AgentLoop
 from xtuner.v1.rl.agent_loop.concurrency import run_all
 from xtuner.v1.rl.replay_buffer import Group, ReplayBuffer
-from xtuner.v1.utils import get_logger
+from xtuner.v1.utils import first_line, get_logger
 
 from .producer import ProduceStrategy
 from .sampler import Sampler
@@ -143,9 +143,10 @@ class AgentLoopManager:
             )
         self._owed = owed
         if result.dropped_groups or result.judge_errors or result.samples.get(Status.FAILED.value):
+            why = next((f"; {first_line(tally.failure)}" for tally in tallies if tally.failure), "")
             logger.warning(
                 f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
-                f"groups dropped {result.dropped_groups}"
+                f"groups dropped {result.dropped_groups}{why}"
             )
         return result
 

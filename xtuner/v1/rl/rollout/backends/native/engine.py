@@ -270,7 +270,8 @@ class NativeEngine(ReadableWeights):
 
     def _fail(self, error: Exception) -> None:
         """All requests in flight end with a failed step."""
-        get_logger().error("native engine: a step failed; all requests in flight end with it", exc_info=error)
+        fault = None if isinstance(error, FloatingPointError) else error  # those are the weights'
+        get_logger().error("native engine: a step failed; all requests in flight end with it", exc_info=fault)
         self._drawings.clear()  # they follow on what was not taken in: nobody gets them
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # of the device itself, which is known by now
