@@ -471,6 +471,13 @@ def test_an_empty_file_stops_before_a_run_is_made(model, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_more_groups_a_step_than_prompts_take_some_twice(model, tmp_path):
-    run = fit(config(model, tmp_path, rows=write_prompts(tmp_path, 5), train_batch_size=8, total_train_steps=1))
+def test_more_groups_a_step_than_prompts_take_some_twice(model, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    cfg = config(model, tmp_path, rows=write_prompts(tmp_path, 5), train_batch_size=8, total_train_steps=1)
+    assert cfg.check() == [] and cfg.check_data() == []
+    doubt = "5 prompts are fewer than train_batch_size=8: every step draws some of them more than once."
+    assert said == [doubt], "check says what the run says"
+    run = fit(cfg)
+    assert said == [doubt, doubt]
     assert len(run.trajectories(1)) == 32 and len(set(run.prompts(1))) == 5

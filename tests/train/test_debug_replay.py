@@ -26,6 +26,7 @@ def test_rollouts_then_training_equal_a_run_that_pushes_no_weights(model, tmp_pa
     run, folder = saved
     assert sorted(p.name for p in folder.iterdir()) == [f"debug_rollout_{step}.jsonl" for step in (1, 2, 3)]
     assert [row["step"] for row in run.rows] == [1, 2, 3] and run.updates == []
+    assert f"finished 3 steps. Rollouts: {folder}." in (run.path / "logs" / "rank_0.log").read_text()
     assert not (run.path / "hf").exists() and not (run.path / "train_rollout").exists()
 
     whole = fit(config(model, tmp_path, sync_weights_interval=3))

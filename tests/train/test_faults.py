@@ -1,5 +1,6 @@
 """A run that cannot go on says why, stops all it started, and keeps what it had."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig
+from xtuner.v1.rl.judger import JudgerConfig
 from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.utils import peer
 from xtuner.v1.utils import lock_file
@@ -51,6 +53,20 @@ def test_a_judge_that_always_raises_ends_the_run_with_samples_shown(model, tmp_p
         r"(?s)12 of 12 completed samples could not be judged.*prompt: .*response: .*judge.example.org is gone",
     )
     assert read_rows(run / "logs" / "metrics.jsonl") == [] and not (run / "hf").exists()
+
+
+async def never_ends(response, label, extra_info):
+    while True:
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            pass
+
+
+def test_a_judge_that_ignores_its_cancellation_cannot_keep_the_run_from_ending(model, tmp_path):
+    judger = JudgerConfig(judger_name="judge", reward_handler=never_ends, request_timeout=0.2)
+    cfg = config(model, tmp_path, task={"judger_config": judger})
+    fails(cfg, r"(?s)12 of 12 completed samples.*no result within 0\.2 s")
 
 
 def not_a_number(response, label, extra_info):

@@ -18,6 +18,7 @@ import torch
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.evaluator import EvaluatorConfig
+from xtuner.v1.train.resume import start_of, way_on
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 from xtuner.v1.utils import get_logger
 
@@ -139,6 +140,33 @@ def test_a_finished_run_says_so_and_leaves_no_new_file(model, tmp_path):
     assert files() == before
 
 
+def test_where_a_run_would_start_is_told_without_starting_it(model, tmp_path):
+    runs = tmp_path / "runs"
+    steps, anew = dict(checkpoint_interval=2), dict(auto_resume=True, checkpoint_interval=2)
+    assert start_of(config(model, tmp_path, **steps)) == "a new run"
+    assert start_of(config(model, tmp_path, **anew)) == f"a new run (auto_resume: there is none in {runs} yet)"
+    assert not runs.exists()
+    broken(cfg := config(model, tmp_path, task={"reward": BreaksAfter(12)}, **steps))
+    (run,) = runs.glob("2*")
+    assert start_of(config(model, tmp_path, **anew)).startswith(f"a new run (auto_resume: {run} has no complete")
+    assert way_on(cfg, run) == f"It has no checkpoint yet: the same command begins anew. Run folder: {run}"
+    off = way_on(config(model, tmp_path), run)
+    assert off.startswith("It has no checkpoint, as checkpoint_interval=-1: the same")
+
+    run = fit(config(model, tmp_path, **steps)).path
+    for cfg, how in (config(model, tmp_path, **steps), "the same command and --set auto_resume=true"), (
+        config(model, tmp_path, **anew), "the same command",
+    ):  # fmt: skip
+        assert way_on(cfg, run) == f"To go on from its checkpoint of step 2: {how}. Run folder: {run}"
+    assert start_of(config(model, tmp_path, **anew)) == f"none: {run} is finished (auto_resume)"
+    named = dict(load_checkpoint_cfg=LoadCheckpointConfig(checkpoint_path=run / "checkpoints" / "ckpt-step-2"))
+    new = start_of(config(model, tmp_path, **steps, **named))
+    assert new == f"a new run from {run / 'checkpoints' / 'ckpt-step-2'}"
+    longer = config(model, tmp_path, total_train_steps=4, **anew, **named)
+    assert start_of(longer) == f"goes on with {run} from ckpt-step-2 (auto_resume)"
+    assert [row["step"] for row in fit(longer).rows] == [1, 2, 3, 4], "and so it does"
+
+
 def test_a_crash_behind_the_checkpoint_costs_neither_evaluation_nor_row_nor_model(model, tmp_path):
     marker = tmp_path / "broken"
 
@@ -250,6 +278,54 @@ def test_a_run_that_broke_before_its_first_checkpoint_is_left_as_it_is(model, tm
     new = fit(config(model, tmp_path, auto_resume=True))
     assert new.path != old and len(new.rows) == 3
     assert (old / "logs" / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_older_run_that_got_further_is_named(model, tmp_path, monkeypatch):
+    older = fit(config(model, tmp_path, total_train_steps=2, checkpoint_interval=1, save_final_hf=False))
+    broken(config(model, tmp_path, task={"reward": BreaksAfter(0)}))
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", said.append)
+    trainer = config(model, tmp_path, auto_resume=True, checkpoint_interval=1).build()
+    assert trainer.cur_step == 0
+    named = older.path / "checkpoints" / "ckpt-step-2"
+    (told,) = [message for message in said if "starting a new run" in message]
+    assert str(older.path) in told and told.endswith(f"set load_checkpoint_cfg.checkpoint_path={str(named)!r}.")
+    trainer.close()
+    said.clear()
+    config(model, tmp_path, total_train_steps=2, auto_resume=True, checkpoint_interval=1).build().close()
+    assert not [message for message in said if "starting a new run" in message], "it has no step left to go on with"
+
+
+def test_lower_limits_hold_when_a_run_goes_on(model, tmp_path):
+    """On a full disk they would come too late after the next save."""
+    first = fit(config(model, tmp_path, checkpoint_interval=1, hf_interval=1))
+    changes = dict(total_train_steps=4, auto_resume=True, checkpoint_interval=1, hf_interval=1)
+
+    def kept(**limits):
+        trainer = config(model, tmp_path, **changes, **limits).build()
+        trainer.close()
+        assert trainer.run_dir == first.path
+        entry = json.loads((tmp_path / "runs" / ".xtuner_rl_colocate_trainer").read_text())["exps"][-1]
+        found = [sorted(p.name for p in (first.path / kind).iterdir()) for kind in ("checkpoints", "hf")]
+        assert [[Path(p).name for p in entry[f"{key}checkpoint_list"]] for key in ("", "hf_")] == found
+        return [[int(name.rpartition("-")[2]) for name in names] for names in found]
+
+    assert kept() == [[1, 2, 3], [1, 2, 3]]
+    (first.path / "checkpoints" / "ckpt-step-9").mkdir()  # not complete: not the newest
+    assert kept(checkpoint_maxkeep=2, hf_max_keep=1) == [[2, 3], [3]]
+    assert kept(checkpoint_maxkeep=1, hf_max_keep=1) == [[3], [3]]
+    assert [row["step"] for row in fit(config(model, tmp_path, **changes)).rows] == [1, 2, 3, 4]
+
+
+def test_a_run_that_goes_on_with_other_group_sizes_uses_no_rollout_id_twice(model, tmp_path):
+    """An id decides what the engine draws."""
+    used: list[int] = []
+    for steps, k in ((1, 4), (2, 2), (3, 4)):
+        run = fit(
+            config(model, tmp_path, total_train_steps=steps, checkpoint_interval=1, auto_resume=True, task={"k": k})
+        )
+        used += [row["rollout_id"] for row in run.trajectories(steps)]
+    assert used[:12] == list(range(12)) and len(set(used)) == len(used) == 12 + 6 + 12
 
 
 def test_what_is_taken_from_a_named_checkpoint_can_be_chosen(model, tmp_path):

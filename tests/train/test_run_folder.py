@@ -1,8 +1,10 @@
 """The parts that a run's folder is written with."""
 
 import errno
+import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from xtuner.v1.train.checkpoints import (
 from xtuner.v1.train.experiment import META_FILE, Experiment, environment
 from xtuner.v1.train.progress import Progress, step_line
 from xtuner.v1.train.run_log import MetricWriter, last_step, write_trajectories
-from xtuner.v1.utils import lock_file, write_atomic, write_json
+from xtuner.v1.utils import get_logger, lock_file, log_to_file, write_atomic, write_json
 
 from .helpers import read_rows
 
@@ -224,15 +226,41 @@ def test_a_lock_is_held_until_it_is_closed(tmp_path):
     lock_file(tmp_path / ".lock").close()
 
 
-def test_the_step_line_shows_what_there_is(capsys):
+def test_the_step_line_shows_what_there_is():
     line = step_line(3, 10, {"response/rewards/mean": 0.5, "eval/accuracy": 0.25, "time/step": 2.0}, 75.0)
     assert line == "step 3/10  reward 0.500  accuracy 0.250  s 2.00  left 1:15"
     assert step_line(0, 10, {"eval/accuracy": 0.25}, None) == "step 0/10  accuracy 0.250"
-    progress = Progress(10)
+    generated = {"response/response_len/mean": 30.0, "response/training_samples": 8.0, "time/produce_batch": 2.0}
+    times = {"time/step": 9.5, "time/save_ckpt": 6.5, "time/evaluation": 0.9}
+    line = step_line(1, 10, generated | times, None)
+    assert line == "step 1/10  length 30  response tokens/s 120  s 9.50 (save 6.50, eval 0.90)"
+    assert "(" not in step_line(1, 10, times | {"time/save_ckpt": 1e-5, "time/evaluation": 0.0}, None)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stderr", [Terminal, io.StringIO])
+def test_every_step_is_a_line_on_the_screen_and_in_the_log_file(tmp_path, monkeypatch, stderr):
+    monkeypatch.setattr(sys, "stderr", screen := stderr())
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
+    log_to_file(tmp_path / "rank_0.log")
+    progress = Progress(2)
     progress.step(0, {"eval/accuracy": 0.25})
-    progress.step(1, {"time/step": 2.0})
-    assert progress.accuracy == 0.25 and progress.times == [2.0]
+    print("from a judge")
+    get_logger().warning("a warning " + 100 * "x")
+    for step in (1, 2):
+        progress.step(step, {"time/step": 60.0})
     progress.close()
+    lines = ["step 0/2  accuracy 0.250", "step 1/2  s 60.00  left 1:00", "step 2/2  s 60.00  left 0:00"]
+    logged = (tmp_path / "rank_0.log").read_text().splitlines()
+    assert [line.partition("[INFO] ")[2] for line in logged if "[INFO]" in line] == lines
+    for line in [*lines, "a warning " + 100 * "x"]:
+        assert f"] {line}\n" in screen.getvalue(), "whole, on a line of its own"
+    assert ("\x1b[2K" in screen.getvalue()) == (stderr is Terminal), "the bar, which makes way"
+    assert printed.getvalue() == "from a judge\n" and sys.stderr is screen
 
 
 def test_a_full_disk_says_where(tmp_path):

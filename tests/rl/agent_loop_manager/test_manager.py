@@ -65,7 +65,7 @@ def test_tasks_run_together_and_come_back_by_name(prompts, tmp_path):
 
 def test_the_warning_of_failed_samples_tells_why(prompts, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(get_logger(), "warning", lambda text: said.append(text))
+    monkeypatch.setattr(get_logger(), "log", lambda level, text: said.append(text))
     statuses = [Status.ABORTED, Status.ABORTED, Status.FAILED, Status.FAILED]
 
     class Refuses(ScriptedController):

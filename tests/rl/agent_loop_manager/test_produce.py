@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 from scripted import (
@@ -202,6 +203,20 @@ def test_filtered_groups_are_replaced_and_their_rewards_still_count(prompts):
     assert filtered > 0 and result.samples == {"completed": 8, "filtered": 2 * filtered}
     assert result.raw_reward_mean == pytest.approx(4 / (8 + 2 * filtered))
     assert len(controller.asked) == 8 + 2 * filtered
+
+
+@pytest.mark.parametrize(("fails", "level"), [(False, logging.INFO), (True, logging.WARNING)])
+def test_what_a_filter_drops_is_told_and_a_loss_is_warned_of(fails, level, prompts, caplog):
+    def answer(s):
+        if fails and number(s) % 4 == 1:
+            return Status.FAILED
+        return right(s) if number(s) % 2 == 0 and copy_index(s, 2) else "wrong"
+
+    task = make_task(prompts, **strategy(is_valid_sample_fn=drop_equal_rewards()))
+    with caplog.at_level(logging.INFO, logger="xtuner"):
+        produce(make_manager(ScriptedController(answer), task))
+    (record,) = (r for r in caplog.records if "groups dropped" in r.getMessage())
+    assert record.levelno == level and "'filtered': " in record.getMessage()
 
 
 def test_the_filter_sees_only_trainable_members(prompts):

@@ -84,6 +84,33 @@ def test_ids_of_several_tasks_never_meet(tmp_path):
     assert len(set(groups)) == len(groups) and len(set(rollouts)) == len(rollouts)
 
 
+def test_with_another_k_a_resumed_run_s_ids_lie_above_all_that_were_used(tmp_path):
+    """Of both tasks, though one drew little; a group that was given back gets new ones too."""
+    path, state, last = write_prompts(tmp_path / "p.jsonl", range(4)), None, -1
+    for sizes in ((4, 3), (2, 2), (5, 1)):
+        tasks = (make_task(path, k, name) for k, name in zip(sizes, "ab", strict=True))
+        manager = make_manager(ScriptedController(), *tasks)
+        if state is not None:
+            manager.load_state_dict(state)
+        much, little = (task.sampler for task in manager.tasks)
+        groups = [much.sample() for _ in range(6)] + [little.sample()]
+        ids = [sample.rollout_id for group in groups for sample in group]
+        assert min(ids) > last and len(set(ids)) == len(ids)
+        last = max(ids)
+        much.give_back(groups[1])
+        state = json.loads(json.dumps(manager.state_dict()))
+
+
+def test_a_state_without_ids_is_one_of_the_same_k(tmp_path):
+    sampler = sampler_of(tmp_path)
+    draw(sampler, 5)
+    state = sampler.state_dict()
+    del state["id_offset"], state["id_stride"]
+    resumed = sampler_of(tmp_path)
+    resumed.load_state_dict(state)
+    assert draw(resumed, 1)[0][:2] == (5, [15, 16, 17])
+
+
 def test_a_group_needs_a_member(tmp_path):
     dataloader_cfg = make_task(write_prompts(tmp_path / "p.jsonl", range(1))).sampler_config.dataloader_cfg
     with pytest.raises(ValueError, match="prompt_repeat_k"):

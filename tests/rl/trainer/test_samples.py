@@ -116,3 +116,13 @@ def test_experts_go_with_the_sample_and_leave_the_state():
     # The last token of the response has not been through the model.
     with pytest.raises(ValueError, match=r"rollout 0: routed_experts of shape \(6, 2, 3\).*at most 5 tokens"):
         make_sample(state(routed_experts=np.zeros((6, 2, 3), np.int16)), 1.0)
+
+
+def test_spread_of_rewards_over_all_samples_and_within_groups():
+    groups = [[state(0, score=0.0), state(1, score=2.0)], [state(2, score=4.0), state(3, score=4.0)]]
+    metrics = build_samples(groups, GRPOAdvantageConfig().build(), 64).metrics
+    assert metrics["rewards/std"] == pytest.approx(np.std([0, 2, 4, 4], ddof=1))
+    assert metrics["rewards/group_std"] == pytest.approx((2**0.5 + 0) / 2)
+    alike = [[state(i, score=score) for i in range(3)] for score in (0.1, 0.9)]
+    metrics = build_samples(alike, GRPOAdvantageConfig().build(), 64).metrics
+    assert metrics["rewards/group_std"] == 0 < metrics["rewards/std"]

@@ -43,6 +43,30 @@ def test_what_the_package_says_in_an_exception_of_its_own_needs_no_traceback(cli
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_ignores_its_cancellation_holds_up_no_end(cli, fails: bool) -> None:
+    body = """
+    import asyncio
+    from xtuner.v1.utils.event_loop import end_loop
+    async def stubborn():
+        while True:
+            try:
+                await asyncio.sleep(0.01)
+            except BaseException:
+                pass
+    async def main():
+        asyncio.ensure_future(stubborn())
+        await asyncio.sleep(0.05)
+    runner = asyncio.Runner()
+    runner.run(main())
+    end_loop(runner, 0.2)
+    """ + ("raise RuntimeError('the judge is gone')" if fails else "print('done')")
+    result = cli.run(cli.config(body))
+    assert result.returncode == fails, result.stderr
+    assert "ignore that they were cancelled: 1 x Trainer.fit.<locals>.stubborn" in result.stderr
+    assert "the judge is gone" in result.stderr if fails else result.stdout == "done\n"
+
+
 @pytest.mark.parametrize("code", ["", "0", "'enough'"])
 def test_sys_exit_inside_a_run_is_no_success(cli, code: str) -> None:
     result = cli.run(cli.config(f"sys.exit({code})"))

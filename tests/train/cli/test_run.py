@@ -86,9 +86,10 @@ def test_example_trains_evaluates_and_leaves_a_model(cli, place: dict[str, str |
     assert trained == {name: tensor.shape for name, tensor in iter_hf_tensors(model)}
 
 
-def test_sigterm_ends_a_real_run_with_143(cli, place: dict[str, str | None]) -> None:
+def test_sigterm_ends_a_real_run_with_143_and_says_how_to_go_on(cli, place: dict[str, str | None]) -> None:
+    saving = ["--set=total_train_steps=100000", "--set=checkpoint_interval=1", "--set=auto_resume=true"]
     process = subprocess.Popen(
-        cli.command(EXAMPLE, *SMALL, "--set", "total_train_steps=100000"),
+        cli.command(EXAMPLE, *SMALL, *saving),
         env=cli.env(**place),
         stderr=subprocess.PIPE,
         text=True,
@@ -102,12 +103,27 @@ def test_sigterm_ends_a_real_run_with_143(cli, place: dict[str, str | None]) -> 
         process.kill()
     assert process.returncode == 143
     assert "Traceback" not in err
+    (run,) = (cli.folder / "runs").glob("2*")
+    newest = max(int(path.name.removeprefix("ckpt-step-")) for path in (run / "checkpoints").glob("ckpt-step-*"))
+    told = f"Stopped by SIGTERM; the run is not finished. To go on from its checkpoint of step {newest}: the same"
+    assert told in err and told in (run / "logs" / "rank_0.log").read_text()
+    plan = invoke("check", EXAMPLE, *SMALL, *saving, env=place | {"COLUMNS": "400"}).stdout
+    assert f"goes on with {run} from ckpt-step-{newest} (auto_resume)" in plan
 
 
 def test_check_shows_the_plan_and_starts_nothing(place: dict[str, str | None], tmp_path: Path) -> None:
     result = invoke("check", EXAMPLE, *SMALL, "--set", "total_train_steps=7", env=place)
     assert result.exit_code == 0, result.stderr
-    for part in ("7 train steps", "1 x CPU", "2 prompts x 5 responses", place["DATA_PATH"], "every 2 steps"):
+    for part in (
+        "7 train steps",
+        "1 x CPU",
+        "2 prompts x 5 responses",
+        place["DATA_PATH"],
+        "every 2 steps",
+        "at the end only",
+        "engine float32 (cpu_dtype)",
+        "a new run",
+    ):
         assert str(part) in result.stdout
     assert not (tmp_path / "runs").exists()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xtuner.v1.model.blocks import local_pieces
@@ -24,6 +24,9 @@ from .frozen import check_frozen, describe_frozen
 from .optimizer import Optimizer
 from .placement import is_first_copy, local_part
 from .train_engine import TrainEngine
+
+_FACTS = ("layout", "optimizer_step", "world_size", "with_optimizer", "counters", "frozen")
+"""What a rank's file must say of itself, as JSON."""
 
 
 def _kept_parameters(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
@@ -73,6 +76,33 @@ def save_train_state(
     dist.barrier()
 
 
+def damaged(path: Path, error: Exception) -> str:
+    """What to tell of a checkpoint's file that cannot be read. Going on from an older one is not for us to decide."""
+    return (
+        f"{path} is damaged ({type(error).__name__}: {error}). Delete the folder of this checkpoint, so that the one "
+        "before it is used, or restore the file."
+    )
+
+
+def check_train_state(folder: Path) -> None:
+    """See, in any process, whether all files of a checkpoint are there and whole.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no checkpoint, not complete, or damaged.
+    """
+    _Shards(folder)
+
+
+def _open_shard(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A rank's file and what it says of itself."""
+    try:
+        file = safe_open(path, framework="pt")
+        meta = file.metadata()
+        return file, {key: json.loads(meta[key]) for key in _FACTS}
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(damaged(path, error)) from error
+
+
 class _Shards:
     """The files of one checkpoint, with an index from key to the blocks that they hold."""
 
@@ -80,17 +110,18 @@ class _Shards:
         paths = sorted(folder.glob("rank-*-of-*.safetensors"))
         if not paths:
             raise FileNotFoundError(f"{folder}: no rank-*.safetensors files; this is not a training checkpoint.")
-        self.files = [safe_open(p, framework="pt") for p in paths]
-        meta = self.files[0].metadata()
-        self.optimizer_step, self.world_size = int(meta["optimizer_step"]), int(meta["world_size"])
-        self.with_optimizer: bool = json.loads(meta["with_optimizer"])
-        self.counters: dict[str, int] = json.loads(meta["counters"])
-        self.frozen: dict[str, Any] | None = json.loads(meta["frozen"])
+        opened = [_open_shard(path) for path in paths]
+        self.files, facts = [file for file, _ in opened], opened[0][1]
+        self.optimizer_step: int = facts["optimizer_step"]
+        self.world_size: int = facts["world_size"]
+        self.with_optimizer: bool = facts["with_optimizer"]
+        self.counters: dict[str, int] = facts["counters"]
+        self.frozen: dict[str, Any] | None = facts["frozen"]
         if len(paths) != self.world_size:
             raise ValueError(f"{folder}: {len(paths)} of {self.world_size} rank files are there; it is incomplete.")
         self.index: dict[str, list[tuple[int, str, dict]]] = {}
-        for number, file in enumerate(self.files):
-            for stored, place in json.loads(file.metadata()["layout"]).items():
+        for number, (_, own) in enumerate(opened):
+            for stored, place in own["layout"].items():
                 self.index.setdefault(stored.rpartition("@")[0], []).append((number, stored, place))
         self.scalars = {key for key in self.files[0].keys() if key.startswith("step/")}
 
@@ -134,7 +165,7 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     Call on all ranks, as many as there are.
 
     Raises:
-        FileNotFoundError, ValueError, KeyError: it is no checkpoint, not complete, or of another model.
+        FileNotFoundError, ValueError, KeyError: it is no checkpoint, not complete, damaged, or of another model.
         RuntimeError: the engine's memory is parked on the host.
     """
     engine.check_awake()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xtuner.v1.engine.checkpoint import damaged
 from xtuner.v1.utils import get_logger, move_into_place, remove_path, write_json
 from xtuner.v1.utils.device import host_rng, set_host_rng
 
@@ -99,13 +100,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: not a complete checkpoint.
+        ValueError: its file is damaged.
     """
     path = folder / STATE_FILE
     if not path.is_file():
         raise FileNotFoundError(
             f"load_checkpoint_cfg.checkpoint_path={str(folder)!r}: no {STATE_FILE} there; give a ckpt-step-N folder."
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        int(state["cur_step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(damaged(path, error)) from error
+    return state
 
 
 def restore_rng(rng: str | None) -> None:

@@ -97,9 +97,13 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
         try:
             samplers = manager.samplers(tokenizer, cfg.seed)
             problems += measured_problems(cfg, manager, samplers)
-            if manager is cfg.agent_loop_manager_cfg and cfg.total_train_steps is None:
+            if manager is cfg.agent_loop_manager_cfg:
                 drawn = zip(manager.task_list(), samplers, strict=True)
-                epoch_steps(cfg, sum(len(sampler) for task, sampler in drawn if task.weight > 0))
+                prompts = sum(len(sampler) for task, sampler in drawn if task.weight > 0)
+                if cfg.total_train_steps is None:
+                    epoch_steps(cfg, prompts)
+                else:
+                    warn_of_repeated_prompts(cfg, prompts)
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
@@ -124,6 +128,14 @@ def measured_problems(
             longest = int(sampler.dataloader.prompt_lengths.max())
             problems += _length_problems(cfg, "agent_loop_manager_cfg", task, longest)
     return problems
+
+
+def warn_of_repeated_prompts(cfg: "RLColocateTrainerConfig", prompts: int) -> None:
+    if prompts < cfg.train_batch_size:
+        get_logger().warning(
+            f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: every step draws some of them "
+            "more than once."
+        )
 
 
 def epoch_steps(cfg: "RLColocateTrainerConfig", prompts: int) -> int:

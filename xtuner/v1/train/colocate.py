@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from xtuner.v1.engine.checkpoint import check_train_state
 from xtuner.v1.model.hf import checkpoint_dtype
 from xtuner.v1.rl.replay_buffer import Group
 from xtuner.v1.rl.rollout.controller import RolloutController
@@ -15,21 +16,25 @@ from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.trainer import FitResult, SampleReport, TrainingWorker, build_samples, pack_samples
 from xtuner.v1.rl.trainer.gap_bounds import enforce, gap_metrics, measure_gaps
 from xtuner.v1.rl.trainer.probe import Probe
+from xtuner.v1.rl.trainer.reward_parts import reward_parts
 from xtuner.v1.rl.utils import Handle, build_launcher
 from xtuner.v1.rl.weight_update import EngineLostError, push_to_all
 from xtuner.v1.utils import first_line, get_logger, log_to_file
 from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_garbage_collection, seed_everything
+from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
 from .checkpoints import expect_files, read_state, refuse_done, restore_rng, saving, write_state
-from .checks import epoch_steps, measured_problems
+from .checks import epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
 from .experiment import Experiment
 from .progress import Progress, StepTimer
 from .resolved import resolved_config, resolved_worker
+from .resume import way_on
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, write_trajectories
+from .sample_warnings import SampleWarnings
 from .step_metrics import Throughput, training_metrics
 from .tokenizer import load_tokenizer
 
@@ -48,6 +53,7 @@ class RLColocateTrainer:
         self.loop = asyncio.Runner()
         self.closed = False
         self.canary = Canary(cfg)
+        self.sample_warnings = SampleWarnings()
         self.together = False
         """Whether engine and trainer keep their memory in each other's phases."""
         self.debug = cfg.debug_rollout or cfg.debug_train
@@ -82,7 +88,8 @@ class RLColocateTrainer:
                     metrics = self.loop.run(rollout_only(self) if self.cfg.debug_rollout else train_only(self))
                 else:
                     metrics = self.loop.run(self._fit())
-            logger.info(f"finished {self.total_steps} steps. Run folder: {self.run_dir}")
+            saved = f" Rollouts: {Path(self.cfg.debug_rollout_dir or '').absolute()}." if self.cfg.debug_rollout else ""
+            logger.info(f"finished {self.total_steps} steps.{saved} Run folder: {self.run_dir}")
             return metrics
         finally:
             self.close()
@@ -111,7 +118,7 @@ class RLColocateTrainer:
         with timer("onload"):
             await self._to_training(keep_weights=not syncing)
         with timer("prepare_data"):
-            report = self.build_samples(batch.groups)
+            report = self.build_samples(step, batch.groups)
         with timer("training"):
             results = await self.train(report, step, probe)
         metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results) | compared
@@ -170,11 +177,14 @@ class RLColocateTrainer:
         await self.rollout.sleep(("kv_cache",) if keep_weights else ("weights", "kv_cache"))
         await self.on_workers("onload")
 
-    def build_samples(self, groups: list[Group]) -> SampleReport:
-        """Advantages and training samples of a batch."""
+    def build_samples(self, step: int, groups: list[Group]) -> SampleReport:
+        """Advantages and training samples of a batch, and a warning if they can teach little."""
         worker = self.cfg.train_worker_cfg
         keep = not worker.free_rollout_routed_experts_in_worker
-        return build_samples(groups, self.estimator, worker.pack_max_length, keep)
+        report = build_samples(groups, self.estimator, worker.pack_max_length, keep)
+        report.metrics |= reward_parts(groups, self.cfg.agent_loop_manager_cfg.task_list())
+        self.sample_warnings.look(step, report.metrics)
+        return report
 
     async def train(self, report: SampleReport, step: int, probe: Probe | None = None) -> list[FitResult]:
         """One train step on every rank, after `probe` was found in order."""
@@ -270,7 +280,7 @@ class RLColocateTrainer:
         """
         cfg = self.cfg
         assert self.experiment is not None
-        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or _is_on(cfg.hf_interval))):
+        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or (cfg.hf_interval or -1) > 0)):
             final = self.run_dir / "hf" / f"hf-step-{step}"
             with saving(final) as part:
                 await self.on_workers("save_hf", str(part), str(self.export_dtype))
@@ -352,8 +362,8 @@ class RLColocateTrainer:
         self.run_dir = self.experiment.path
         log_to_file(self.experiment.logs / "rank_0.log")
         self.cur_step = self.model_step = self.updates = 0
-        self.schedule_from = 0
         self.rng: str | None = None
+        self.schedule_from = 0
         """The step behind which the learning-rate schedule begins."""
         self.first_step = 0
         """Whose weights this run began with."""
@@ -373,6 +383,7 @@ class RLColocateTrainer:
         self.timer = StepTimer()
         self.throughput = Throughput(self.timer, self.world_size)
         self.loop.run(self._start(load))
+        self.experiment.make_room(cfg.checkpoint_maxkeep, cfg.hf_max_keep)
 
     def _build_rollout(self) -> None:
         cfg = self.cfg
@@ -403,11 +414,8 @@ class RLColocateTrainer:
         if cfg.total_train_steps is not None:
             if cfg.total_epochs is not None:
                 logger.info(f"total_train_steps={cfg.total_train_steps} wins over total_epochs={cfg.total_epochs}.")
-            if not cfg.debug_train and (prompts := len(self.manager)) < cfg.train_batch_size:
-                logger.warning(
-                    f"{prompts} prompts are fewer than train_batch_size={cfg.train_batch_size}: every step draws some "
-                    "of them more than once."
-                )
+            if not cfg.debug_train:
+                warn_of_repeated_prompts(cfg, len(self.manager))
             return cfg.total_train_steps
         if cfg.debug_train:
             assert cfg.debug_rollout_dir is not None
@@ -417,6 +425,7 @@ class RLColocateTrainer:
     def _restore_driver(self, load: LoadCheckpointConfig) -> None:
         assert self.experiment is not None and load.checkpoint_path is not None
         state = read_state(Path(load.checkpoint_path))
+        check_train_state(Path(load.checkpoint_path) / "weights")  # a worker elsewhere could only show its traceback
         self.cur_step = self.model_step = state["cur_step"]
         self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
@@ -465,13 +474,17 @@ class RLColocateTrainer:
         """Results of `method` on every training worker, by rank."""
         return list(await asyncio.gather(*(h.call(method, *args) for h in self.workers)))
 
+    def way_on(self) -> str:
+        """What to do after this run was stopped before its end."""
+        return way_on(self.cfg, self.run_dir)
+
     def close(self) -> None:
         """Stop all that this run started. Safe to call twice."""
         if self.closed:
             return
         self.closed = True
         with ExitStack() as last_first:  # each is called whatever the others raise
-            last_first.callback(self.loop.close)
+            last_first.callback(end_loop, self.loop)
             last_first.callback(self.launcher.shutdown)
             if self.launcher.kind == "local":
                 last_first.callback(lambda: self.loop.run(self.on_workers("stop")))
@@ -480,10 +493,6 @@ class RLColocateTrainer:
             for part in (self.experiment, self.writer, self.progress):
                 if part is not None:
                     last_first.callback(part.close)
-
-
-def _is_on(interval: int | None) -> bool:
-    return interval is not None and interval > 0
 
 
 def _is_due(interval: int | None, step: int) -> bool:

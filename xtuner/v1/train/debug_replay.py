@@ -28,7 +28,7 @@ async def rollout_only(trainer: "RLColocateTrainer") -> dict[str, float]:
         with trainer.timer("produce_batch"):
             batch = await trainer.manager.produce_batch(cfg.train_batch_size, step, trainer.model_step)
         write_groups(folder, step, batch.groups)
-        report = trainer.build_samples(batch.groups)
+        report = trainer.build_samples(step, batch.groups)
         metrics = batch.metrics() | await trainer.engine_metrics()
         metrics |= {f"response/{k}": v for k, v in report.metrics.items()} | trainer.throughput.metrics(report)
         trainer.finish_step(step, metrics)
@@ -44,7 +44,7 @@ async def train_only(trainer: "RLColocateTrainer") -> dict[str, float]:
         trainer.timer.restart()
         groups = read_groups(folder, step)
         with trainer.timer("prepare_data"):
-            report = trainer.build_samples(groups)
+            report = trainer.build_samples(step, groups)
         with trainer.timer("training"):
             results = await trainer.train(report, step)
         metrics = training_metrics(report, results) | trainer.log_training(step, groups, results)

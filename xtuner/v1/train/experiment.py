@@ -7,13 +7,14 @@ import re
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from xtuner.v1.utils import get_logger, lock_file, write_json
 from xtuner.v1.utils.secrets import is_harmless_variable, without_secrets
 
-from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers
+from .checkpoints import keep_newest, newest_checkpoint, remove_leftovers, saved_steps, step_of
 from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
@@ -62,10 +63,11 @@ class Experiment:
             "exp_dir": str(self.path), "cur_step": self.last_step,
             "history": [], "checkpoint_list": [], "hf_checkpoint_list": [],
         }  # fmt: skip
-        self.entry |= next((e for e in self._listed() if Path(e["exp_dir"]).name == self.path.name), {})
+        listed = self._listed()
+        self.entry |= next((e for e in listed if self._is_of_this_run(e)), {})
         self.entry["exp_dir"] = str(self.path)
         self.entry["history"].append({"started": datetime.now().isoformat(timespec="seconds"), "pid": os.getpid()})
-        self.save()
+        self._list_this_run_among(listed)
 
     @property
     def logs(self) -> Path:
@@ -87,10 +89,23 @@ class Experiment:
             return newest
         checkpoint = newest_checkpoint(newest)
         if checkpoint is None:
-            get_logger().info(f"auto_resume: {newest} has no complete checkpoint, starting a new run.")
+            self._start_anew(newest, total_steps)
             return None
         get_logger().info(f"auto_resume: continuing {newest} from {checkpoint.name}.")
         return newest
+
+    def _start_anew(self, newest: Path, total_steps: int) -> None:
+        """Tell of it, the more so if an older run got further."""
+        message = f"auto_resume: {newest} has no complete checkpoint, starting a new run."
+        older = (newest_checkpoint(run) for run in sorted(self._runs(), key=_run_order, reverse=True))
+        unfinished = (path for path in older if path is not None and (step_of(path) or 0) < total_steps)
+        if (found := next(unfinished, None)) is None:
+            get_logger().info(message)
+            return
+        get_logger().warning(
+            f"{message} The older run {found.parents[1]} has {found.name}, which is left as it is: to go on from it, "
+            f"set load_checkpoint_cfg.checkpoint_path={str(found)!r}."
+        )
 
     def _new_folder(self, prefix: str) -> Path:
         now = datetime.now().strftime("%Y%m%d%H%M%S")
@@ -117,18 +132,29 @@ class Experiment:
             ) from None
 
     def _listed(self) -> list[dict[str, Any]]:
+        """The list of runs, without what is no entry: no run needs it to go on."""
         path = self.work_dir / META_FILE
         if not path.is_file():
             return []
         try:
-            return json.loads(path.read_text(encoding="utf-8"))["exps"]
-        except (ValueError, KeyError) as error:
+            found = list(json.loads(path.read_text(encoding="utf-8", errors="replace"))["exps"])
+        except (ValueError, KeyError, TypeError) as error:
             get_logger().warning(f"{path} cannot be read ({error!r}): it is written anew with this run alone.")
             return []
+        entries = [entry for entry in found if _is_entry(entry)]
+        if len(entries) < len(found):
+            get_logger().warning(f"{path}: {len(found) - len(entries)} of {len(found)} entries are no runs; dropped.")
+        return entries
+
+    def _is_of_this_run(self, entry: dict[str, Any]) -> bool:
+        return Path(entry["exp_dir"]).name == self.path.name
 
     def save(self) -> None:
         """Bring this run's entry in the list of runs up to date. Others may have changed theirs meanwhile."""
-        others = [e for e in self._listed() if Path(e["exp_dir"]).name != self.path.name]
+        self._list_this_run_among(self._listed())
+
+    def _list_this_run_among(self, listed: list[dict[str, Any]]) -> None:
+        others = [entry for entry in listed if not self._is_of_this_run(entry)]
         write_json(self.work_dir / META_FILE, {"exps": [*others, self.entry]})
 
     def saved(self, final: Path, keep: int | None) -> None:
@@ -136,6 +162,16 @@ class Experiment:
         key = "hf_checkpoint_list" if final.name.startswith("hf") else "checkpoint_list"
         self.entry[key] = [str(p) for p in keep_newest(final, keep)]
         self.save()
+
+    def make_room(self, checkpoints: int | None, exports: int | None) -> None:
+        """Of a resumed run, keep only so many now (see `saved`): it may have been given lower limits because the disk
+        is full. The newest of either kind stays."""
+        if not self.resumed:
+            return
+        if self.checkpoint is not None:
+            self.saved(self.checkpoint, checkpoints)
+        if made := saved_steps(self.path / "hf"):
+            self.saved(made[-1], exports)
 
     def close(self) -> None:
         """The last entry in the list; others may work on this run now."""
@@ -155,10 +191,16 @@ class Experiment:
         self._git_info()
 
     def _keep_earlier(self, path: Path, config: dict[str, Any]) -> None:
-        changes = list(_differences(json.loads(path.read_text(encoding="utf-8")), config))
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            get_logger().warning(f"{path} cannot be read ({error}): it is written anew.")
+            return
+        changes = list(_differences(before, config))
         if not changes:
             return
-        earlier = self.path / f"config-{len(self.entry['history']) - 1}.json"
+        numbered = (self.path / f"config-{n}.json" for n in count(max(1, len(self.entry["history"]) - 1)))
+        earlier = next(path for path in numbered if not path.exists())
         path.rename(earlier)
         more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         get_logger().warning(
@@ -183,6 +225,13 @@ class Experiment:
                 get_logger().warning(f"git information is missing: {error}")
                 return
             (folder / name).write_bytes(done.stdout)
+
+
+def _is_entry(value: Any) -> bool:
+    """Whether it has what this module reads of an entry."""
+    return (
+        isinstance(value, dict) and isinstance(value.get("exp_dir"), str) and isinstance(value.get("history", []), list)
+    )
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:

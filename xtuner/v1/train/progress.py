@@ -1,4 +1,4 @@
-"""What a person sees while the run goes: a live line on a terminal, a log line a step elsewhere."""
+"""What a person sees while the run goes: a log line a step, and on a terminal a bar below."""
 
 import sys
 import time
@@ -40,29 +40,48 @@ class _Span:
 
 
 def step_line(step: int, total: int, metrics: dict[str, float], left: float | None) -> str:
-    """One step in one line: step, reward, accuracy, response length, tokens a second, time left."""
+    """One step in one line: step, reward, accuracy if it evaluated, response length, speed of the rollout, seconds with
+    what saving and evaluating took of them, time left."""
     parts = [f"step {step}/{total}"]
     for label, key, form in (
         ("reward", "response/rewards/mean", "{:.3f}"),
         ("accuracy", "eval/accuracy", "{:.3f}"),
         ("length", "response/response_len/mean", "{:.0f}"),
         ("grad", "train_metrics/worker_0/step_avg_grad_norm", "{:.3f}"),
-        ("tokens/s", "throughput/effective_tgs", "{:.0f}"),
-        ("s", "time/step", "{:.2f}"),
     ):
         if key in metrics:
             parts.append(f"{label} {form.format(metrics[key])}")
+    if (speed := _response_speed(metrics)) is not None:
+        parts.append(f"response tokens/s {speed:.0f}")
+    if "time/step" in metrics:
+        aside = [
+            f"{label} {metrics[key]:.2f}"
+            for label, key in (("save", "time/save_ckpt"), ("eval", "time/evaluation"))
+            if metrics.get(key, 0.0) >= 0.005
+        ]
+        parts.append(f"s {metrics['time/step']:.2f}" + (f" ({', '.join(aside)})" if aside else ""))
     if left is not None:
-        parts.append(f"left {int(left) // 60}:{int(left) % 60:02d}")
+        parts.append(f"left {_clock(left)}")
     return "  ".join(parts)
 
 
+def _response_speed(metrics: dict[str, float]) -> float | None:
+    """Response tokens of the batch a second of its rollout, judging included; None where nothing was generated."""
+    seconds = metrics.get("time/produce_batch")
+    if not seconds or "response/response_len/mean" not in metrics:
+        return None
+    return metrics["response/response_len/mean"] * metrics["response/training_samples"] / seconds
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
 class Progress:
-    """A bar with the newest numbers on a terminal; log lines where the output is a file."""
+    """A log line a step; on a terminal also a bar, which stays below what is logged."""
 
     def __init__(self, total: int, done: int = 0):
-        self.total, self.done = total, done
-        self.accuracy: float | None = None
+        self.total = total
         self.times: list[float] = []
         self.bar = None
         if sys.stderr.isatty():
@@ -74,8 +93,9 @@ class Progress:
             self.bar = RichProgress(
                 BarColumn(bar_width=24),
                 TextColumn("{task.description}"),
-                console=Console(stderr=True),
+                console=Console(stderr=True, soft_wrap=True),
                 auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
             )
             self.task = self.bar.add_task(f"step {done}/{total}", total=total, completed=done)
             self.bar.start()
@@ -86,15 +106,10 @@ class Progress:
             self.times.append(metrics["time/step"])
         recent = self.times[-20:]
         left = (self.total - step) * sum(recent) / len(recent) if recent else None
-        self.accuracy = metrics.get("eval/accuracy", self.accuracy)
-        shown = dict(metrics)
-        if self.accuracy is not None:
-            shown["eval/accuracy"] = self.accuracy
-        line = step_line(step, self.total, shown, left)
+        get_logger().info(step_line(step, self.total, metrics, left))
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, description=line, refresh=True)
-        else:
-            get_logger().info(line)
+            text = f"step {step}/{self.total}" + (f"  left {_clock(left)}" if left is not None else "")
+            self.bar.update(self.task, completed=step, description=text, refresh=True)
 
     def close(self) -> None:
         if self.bar is not None:

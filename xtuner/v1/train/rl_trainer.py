@@ -121,17 +121,19 @@ class RLColocateTrainerConfig(XTunerConfig):
     """Runs are folders in it. None: ./work_dirs"""
     auto_resume: bool = False
     """Continue the newest run of `work_dir`, debug runs aside, from its newest complete checkpoint and all that is in
-    it, whatever `load_checkpoint_cfg` says; a new run if there is none."""
+    it, whatever `load_checkpoint_cfg` says; a new run if there is none. Damaged files of a checkpoint are an error that
+    names them: it never goes on from an older one by itself."""
     load_checkpoint_cfg: LoadCheckpointConfig = Field(default_factory=LoadCheckpointConfig)
     """Start from a named checkpoint, and what to take from it."""
     checkpoint_interval: int | None = -1
     """Save a checkpoint every so many steps; -1 or None: none."""
     checkpoint_maxkeep: int | None = -1
-    """Newest checkpoints to keep; -1 or None: all."""
+    """Newest checkpoints to keep; -1 or None: all. Others are removed after each save, and when a run goes on."""
     hf_interval: int | None = -1
     """Export a Hugging Face folder every so many steps; the last step is exported in any case."""
     hf_max_keep: int | None = -1
-    """Newest exports to keep, by the time they were made; -1 or None: all."""
+    """Newest exports to keep, by the time they were made; -1 or None: all. A run that goes on keeps so many at once, by
+    their steps."""
     save_final_hf: bool = True
     """Export the final model to `<run>/hf/hf-step-<last>`."""
     checkpoint_no_save_optimizer: bool = False

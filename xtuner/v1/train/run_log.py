@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.agent_loop import reward_score
 from xtuner.v1.rl.judger.base import finite
-from xtuner.v1.utils import write_atomic
+from xtuner.v1.utils import get_logger, write_atomic
 
 Row = Mapping[str, float | None]
 
@@ -92,24 +92,28 @@ def clean(metrics: Row) -> dict[str, float | None]:
 
 def last_step(folder: Path) -> int:
     """The last train step whose row is in `folder`; 0 if there is none."""
-    return max((row["step"] for _, row in _rows(folder / STEP_ROWS)), default=0)
+    return max((step for _, step in _rows(folder / STEP_ROWS) if step is not None), default=0)
 
 
 def _open_rows(path: Path, last: int) -> IO[str]:
     if path.is_file():
-        kept = "".join(line + "\n" for line, row in _rows(path) if row["step"] <= last)
+        rows = list(_rows(path))
+        if num_bad := sum(step is None for _, step in rows):
+            get_logger().warning(f"{path}: {num_bad} of {len(rows)} lines are no rows; they are dropped.")
+        kept = "".join(line + "\n" for line, step in rows if step is not None and step <= last)
         write_atomic(path, lambda part: part.write_text(kept, encoding="utf-8"))
     return open(path, "a", encoding="utf-8")
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lines with their rows; one that a crash cut short is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+def _rows(path: Path) -> Iterator[tuple[str, int | None]]:
+    """Lines with their steps; None for what is no row, such as one that a crash cut short."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        yield line, row
+        except ValueError:
+            row = None
+        step = row.get("step") if isinstance(row, dict) else None
+        yield line, step if type(step) is int else None
 
 
 def write_trajectories(path: Path, groups: list[list[RolloutState]], unscored: float | None = None) -> None:

@@ -4,9 +4,21 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 _FORMAT = "[XTuner][%(asctime)s][%(levelname)s] %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
+
+
+class _StandardError(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at the time: a progress bar takes its place to keep below the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
 
 
 def get_logger() -> logging.Logger:
@@ -14,7 +26,7 @@ def get_logger() -> logging.Logger:
     logger = logging.getLogger("xtuner")
     if not logger.handlers:
         logger.setLevel(os.environ.get("XTUNER_LOG_LEVEL", "INFO").upper())
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _StandardError()
         handler.setFormatter(logging.Formatter(_FORMAT, _DATE))
         logger.addHandler(handler)
         logger.propagate = False

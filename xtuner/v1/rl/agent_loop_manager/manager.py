@@ -1,5 +1,6 @@
 """One step's batch from all tasks."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -142,12 +143,7 @@ class AgentLoopManager:
                 "at once."
             )
         self._owed = owed
-        if result.dropped_groups or result.judge_errors or result.samples.get(Status.FAILED.value):
-            why = next((f"; {first_line(tally.failure)}" for tally in tallies if tally.failure), "")
-            logger.warning(
-                f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
-                f"groups dropped {result.dropped_groups}{why}"
-            )
+        _log_losses(result, train_step, next((tally.failure for tally in tallies if tally.failure), ""))
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,8 +166,22 @@ class AgentLoopManager:
             )
         for task in self.tasks:
             task.sampler.load_state_dict(state["tasks"][task.name])
+        id_offset = max(task.sampler.id_offset for task in self.tasks)
+        for task in self.tasks:
+            task.sampler.id_offset = id_offset
         owed = state.get("owed", {})  # checkpoints of before had none
         self._owed = [owed.get(task.name, 0.0) if task.weight > 0 else 0.0 for task in self.tasks]
+
+
+def _log_losses(result: ProduceBatchResult, train_step: int, failure: str) -> None:
+    """Groups that a filter was asked to drop are no loss. failure: of the first failed sample."""
+    lost = result.dropped_groups.keys() - {"filtered"} or result.judge_errors or result.samples.get(Status.FAILED.value)
+    if lost or result.dropped_groups:
+        logger.log(
+            logging.WARNING if lost else logging.INFO,
+            f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
+            f"groups dropped {result.dropped_groups}{failure and f'; {first_line(failure)}'}",
+        )
 
 
 def _summary(tallies: list[Tally], pause_s: float) -> ProduceBatchResult:

@@ -36,7 +36,8 @@ class Sampler:
 
     `group_id` and `rollout_id` never repeat in a run, over epochs, resumes and tasks. With one task
     `group_id` counts from 0 and `rollout_id` is `group_id * K + i`. Of T tasks, task t has the groups
-    t, t + T, t + 2T, and so on, and K is the largest of all tasks.
+    t, t + T, t + 2T, and so on, and K is the largest of all tasks. Where a run goes on with another K,
+    its rollout ids from there on lie above all that were used (`id_offset`).
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Sampler:
         self.prompt_repeat_k = prompt_repeat_k
         self.task_name = task_name
         self.num_groups = 0
+        self.id_offset = 0
+        """The first rollout id of group 0, the same for all tasks of a run."""
         self._given_back: list[int] = []
         """Numbers of the groups to be drawn again, a heap."""
         self._task_index, self._num_tasks = task_index, num_tasks
@@ -70,7 +73,8 @@ class Sampler:
             number, prompt = self.num_groups, self.dataloader.next()
             self.num_groups += 1
         group_id = number * self._num_tasks + self._task_index
-        return make_group(prompt, self.prompt_repeat_k, group_id, group_id * self._id_stride, self.task_name)
+        first_rollout_id = self.id_offset + group_id * self._id_stride
+        return make_group(prompt, self.prompt_repeat_k, group_id, first_rollout_id, self.task_name)
 
     def give_back(self, group: list[RolloutState]) -> None:
         """This group came to nothing: its prompt is drawn again, under the same ids, before any new one."""
@@ -78,17 +82,24 @@ class Sampler:
         heappush(self._given_back, (group[0].group_id - self._task_index) // self._num_tasks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data, the running count and what was given back, as JSON values."""
+        """Position in the data, the running count, how ids follow from it and what was given back, as JSON values."""
         return {
             "num_groups": self.num_groups,
+            "id_offset": self.id_offset,
+            "id_stride": self._id_stride,
             "given_back": sorted(self._given_back),
             "dataloader": self.dataloader.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the group that would have come next."""
+        """Go on with the group that would have come next. With another K `id_offset` is then above this task's own
+        ids; the caller raises it above those of the others."""
         self.dataloader.load_state_dict(state["dataloader"])
         self.num_groups = state["num_groups"]
+        self.id_offset = state.get("id_offset", 0)
+        stride = state.get("id_stride", self._id_stride)  # checkpoints of before do not say
+        if stride != self._id_stride:
+            self.id_offset += self.num_groups * self._num_tasks * stride
         self._given_back = list(state.get("given_back", []))
 
 

@@ -174,7 +174,7 @@ def rollout_is_weights(
     Returns:
         weights: float32 [N], by which the policy loss of each token is multiplied; 0 for a dropped one.
         keep: bool [N]. A dropped token must also leave the counts that the loss is normalised by.
-        metrics: see `docs/losses.md`; the names depend on `config` alone. Empty if nothing is enabled.
+        metrics: see `docs/metrics.md`; the names depend on `config` alone. Empty if nothing is enabled.
 
     A log-prob that is NaN is out of every bound: it is dropped by a mask or a veto.
     """

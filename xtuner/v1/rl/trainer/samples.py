@@ -1,6 +1,7 @@
 """From judged groups to training samples."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +115,7 @@ def build_samples(
     samples: list[TrainingSample] = []
     dropped: dict[str, int] = {}
     rewards_all: list[float] = []
+    group_stds: list[float] = []
     lengths: list[int] = []
     prompts: list[int] = []
     weighted = no_signal = cut = unscaled = missing_logprobs = 0.0
@@ -127,6 +129,7 @@ def build_samples(
         advantages = _advantages(estimator, rewards, members)
         no_signal += all(a == 0 for a in advantages)
         rewards_all += rewards.tolist()
+        group_stds.append(_std(rewards.tolist()))
         for state, advantage in zip(members, advantages, strict=True):
             state.advantage = advantage
             assert state.response_ids and state.prompt_ids
@@ -152,6 +155,7 @@ def build_samples(
             "advantages/mean": weighted / sum(lengths),
             "advantages/min": min(values),
             "advantages/max": max(values),
+            "rewards/group_std": sum(group_stds) / len(group_stds),
             "response_len/cut_share": cut / len(lengths),
             "no_signal_group_share": no_signal / len(groups),
         }
@@ -188,6 +192,12 @@ def _statistics(groups, samples, rewards, lengths, prompts) -> dict[str, float]:
         mean = sum(values) / len(values)
         metrics[f"{name}/mean"] = mean
         metrics[f"{name}/min"], metrics[f"{name}/max"] = float(min(values)), float(max(values))
-        if name == "response_len":
-            metrics[f"{name}/std"] = math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
+        if name != "prompt_len":
+            metrics[f"{name}/std"] = _std(values)
     return metrics
+
+
+def _std(values: Sequence[float]) -> float:
+    """With n - 1; 0 for one value."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))

@@ -18,11 +18,18 @@ class UserError(Exception):
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """The nearest valid name, if one is near, and all of them."""
+    """The nearest valid name, if one is near or abbreviates the other to its initials, and all of them."""
     names = sorted(valid)
     near = difflib.get_close_matches(name, names, n=1)
+    near += [other for other in names if other in _initials(name) or name in _initials(other)]
     hint = f"Did you mean '{near[0]}'? " if near else ""
     return f"{hint}Valid here: {', '.join(names)}."
+
+
+def _initials(name: str) -> list[str]:
+    """`["lr"]` of learning_rate; none of a single word."""
+    words = [word for word in name.split("_") if word]
+    return ["".join(word[0] for word in words)] if len(words) > 1 else []
 
 
 def join_path(parts: Iterable[Any]) -> str:

@@ -1,6 +1,7 @@
 """`--set path.to.field=value`: a new config that differs from the old one along the given paths only."""
 
 import json
+import shlex
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -121,12 +122,21 @@ class _Draft:
             return child
         if not isinstance(child, BaseModel | dict | list | tuple):
             where = join_path((*self.path, key))
-            hint = " Give it as a whole, as JSON." if child is None else ""
+            hint = f" Give it as a whole, as JSON{self._example(key, next_name, override)}." if child is None else ""
             shown = show_value(child, *self.path, key)
             raise UserError(f"{override.option}: {where} is {shown} and has no '{next_name}'.{hint}")
         draft = _Draft(child, self._type_of(key), (*self.path, key))
         self.children[key] = draft
         return draft
+
+    def _example(self, key: Any, name: str, override: Override) -> str:
+        """How to write the assignment to a field of a config that is not there; empty if it has no such field."""
+        option = next((o for o in _union_members(self._type_of(key)) if hasattr(o, "model_fields")), None)
+        if option is None or name not in option.model_fields or not override.path.endswith(f".{name}"):
+            return ""
+        value = parse_value(override.text, _annotated(option.model_fields[name]))
+        whole = json.dumps(without_secrets({name: value}), default=str)
+        return f": --set {shlex.quote(f'{join_path((*self.path, key))}={whole}')}"
 
     def _type_of(self, key: Any) -> Any:
         if isinstance(self.origin, BaseModel):

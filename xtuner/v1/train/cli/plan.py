@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from xtuner.v1.train.resume import start_of
+
 
 def print_plan(trainer_cfg: Any) -> None:
     from rich import box
@@ -25,6 +27,8 @@ def plan_rows(cfg: Any) -> list[tuple[str, str]]:
         ("model", f"{cfg.load_from} ({_model(worker.model_cfg)})"),
         ("engine", f"{_engine(rollout)}, context {rollout.context_length or 'of the model'}"),
         ("workers", _workers(cfg)),
+        ("compute types", _compute_types(cfg)),
+        ("start", start_of(cfg)),
     ]
     for task in cfg.agent_loop_manager_cfg.task_list():
         rows += _task_rows("train", task)
@@ -69,6 +73,21 @@ def _workers(cfg: Any) -> str:
     return f"{count} x {cfg.resources.accelerator}, launcher {kind} ({where})"
 
 
+def _compute_types(cfg: Any) -> str:
+    """Those of the device that is computed on; the configuration has one of each kind."""
+    fsdp, rollout, on_cpu = cfg.train_worker_cfg.fsdp_cfg, cfg.rollout_config, cfg.resources.device == "cpu"
+
+    def name(dtype: Any) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    if not on_cpu:
+        return f"trainer {name(fsdp.param_dtype)}, engine {name(rollout.dtype)}"
+    return (
+        f"trainer {name(fsdp.cpu_param_dtype)} (cpu_param_dtype), engine {name(rollout.cpu_dtype)} (cpu_dtype); "
+        f"param_dtype={name(fsdp.param_dtype)} and dtype={name(rollout.dtype)} are for GPUs"
+    )
+
+
 def _task_rows(kind: str, task: Any) -> list[tuple[str, str]]:
     sampler, params = task.sampler_config, task.agent_loop_config.sample_params
     files = [str(item["dataset"].anno_path) for item in sampler.dataloader_cfg.dataset_config_list or []]
@@ -107,13 +126,14 @@ def _evaluation(cfg: Any) -> str:
 
 
 def _saved(cfg: Any) -> str:
-    def every(interval: int | None) -> str:
-        return "off" if interval in (None, -1) else f"every {interval} steps"
+    def every(interval: int | None) -> str | None:
+        return None if interval in (None, -1) else f"every {interval} steps"
 
-    last = ", and at the end" if cfg.save_final_hf else ""
+    often = every(cfg.hf_interval)
+    model = f"{often}, and at the end" if often else "at the end only" if cfg.save_final_hf else "off"
     return (
-        f"in {cfg.work_dir or Path.cwd() / 'work_dirs'}: checkpoints {every(cfg.checkpoint_interval)}; "
-        f"Hugging Face model {every(cfg.hf_interval)}{last}"
+        f"in {cfg.work_dir or Path.cwd() / 'work_dirs'}: checkpoints {every(cfg.checkpoint_interval) or 'off'}; "
+        f"Hugging Face model {model}"
     )
 
 

@@ -1,13 +1,14 @@
 """One run's process: signals, and an exit code that tells the truth."""
 
 import errno
+import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import UserError
 from .source import is_message
@@ -21,6 +22,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.way_on: Callable[[], str] = lambda: ""
+        """What to do about a run that was stopped, once there is one."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -81,6 +84,18 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
         return _failed(f"{type(error).__name__}: {error}")
 
 
+def leave(code: int) -> NoReturn:
+    """End the process, at once where a call that ignores its cancellation would keep the interpreter from ending."""
+    from xtuner.v1.utils.event_loop import left_behind
+
+    if left_behind():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _mistake(text: str, debug: bool) -> int:
     if debug:
         traceback.print_exc()
@@ -89,8 +104,11 @@ def _mistake(text: str, debug: bool) -> int:
 
 
 def _stopped(signals: StopSignals) -> int:
+    """Said in the run's log file too."""
+    from xtuner.v1.utils import get_logger
+
     name = signal.Signals(signals.received or signal.SIGINT).name
-    print(f"Stopped by {name}; the run is not finished.", file=sys.stderr)
+    get_logger().warning(f"Stopped by {name}; the run is not finished. {signals.way_on()}".rstrip())
     return signals.exit_code()
 
 
