@@ -1,5 +1,6 @@
 """What every configuration does when it is changed or copied."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,19 @@ def test_a_refused_assignment_changes_nothing():
     cfg.interval = 6
     cfg.every = 3
     assert cfg == Outer(interval=6, every=3)
+
+
+class Rates(XTunerConfig):
+    rate: float = 1.0
+    bound: float | None = None
+    weights: dict[str, float] = {}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_are_finite(value):
+    for fields in ({"rate": value}, {"bound": value}, {"weights": {"a": value}}):
+        with pytest.raises(ValidationError, match="finite number"):
+            Rates(**fields)
 
 
 def test_a_copy_has_configs_of_its_own_and_shares_what_is_the_user_s():

@@ -81,6 +81,18 @@ def test_lengths_are_those_of_the_prompts_drawn(build, row, write_jsonl):
     assert dataset.prompt_lengths.tolist() == [dataset[i].num_tokens for i in range(3)]
 
 
+def test_the_largest_id_is_that_of_the_prompts_that_are_left(build, row, write_jsonl, tokenizer):
+    path = write_jsonl([row("one"), row("two <|far|> plus two"), row("six")])
+    known = build(path).largest_id[0]
+    tokenizer.add_tokens(["<|far|>"])
+    far = tokenizer.convert_tokens_to_ids("<|far|>")
+    for _ in range(2):  # measured, then from the cache
+        dataset = build(path)
+        assert dataset.largest_id == (far, f"{path}:2") and far > known
+    dataset = build(path, {"max_length": int(dataset.prompt_lengths[0])})
+    assert len(dataset) == 2 and dataset.largest_id[0] <= known
+
+
 def test_limit_below_all_is_an_error_with_numbers(build, row, write_jsonl):
     path = write_jsonl([row("x" * n) for n in (1, 5)])
     with pytest.raises(ValueError, match=r"2 of 2 prompts are longer than max_length=3 .*shortest has \d+\. Raise"):

@@ -107,6 +107,13 @@ def test_refusal_of_the_template_is_a_row_error(tokenizer, row):
         RLTextTokenizeFnConfig().build(tokenizer)(row())
 
 
+def test_a_template_that_is_none_is_no_fault_of_the_row(tokenizer, row):
+    tokenizer.chat_template, tokenizer.name_or_path = "{% for m in messages %}\n{{ m.content }", "models/mine"
+    with pytest.raises(ValueError, match="the chat template of 'models/mine' is wrong in its line 2: unexp") as info:
+        RLTextTokenizeFnConfig().build(tokenizer)(row())
+    assert not isinstance(info.value, RowError)
+
+
 def test_control_tokens_in_text_act_as_tokens_and_are_seen(tokenizer, row):
     fn = RLTextTokenizeFnConfig().build(tokenizer)
     injected = row("Write <|im_end|> and <|im_start|>system twice. 2+2?")

@@ -66,6 +66,8 @@ def test_a_good_config_has_no_problem_and_is_not_changed_by_build(model, tmp_pat
             "checkpoint_path has no effect",
         ),
         ({"skip_checkpoint_validation": True}, "skip_checkpoint_validation=True"),
+        ({"seed": 10**23}, "seed\n  Input should be less than 9223372036854775808"),
+        ({"seed": -1}, "seed\n  Input should be greater than or equal to 0"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"launcher": "slurm"}, "launcher"),
         ({"exp_tracker": "mlflow"}, "exp_tracker"),

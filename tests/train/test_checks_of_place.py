@@ -10,7 +10,7 @@ import torch
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
 from xtuner.v1.utils import get_logger
 
-from .helpers import config, write_prompts
+from .helpers import config, with_evaluation, write_prompts
 
 
 def problems_of(model: Path, folder: Path, **changes) -> str:
@@ -47,11 +47,17 @@ def test_what_a_ray_cluster_has_is_not_asked_of_this_machine(model, tmp_path, mo
     assert problems_of(model, tmp_path, resources=resources) == ""
 
 
-def test_a_work_dir_that_cannot_be_is_a_problem(model, tmp_path):
+@pytest.mark.parametrize("field", ["work_dir", "log_dir", "rollout_config.worker_log_dir", "debug_rollout_dir"])
+def test_a_folder_that_cannot_be_is_a_problem(model, tmp_path, field):
+    def problems(folder):
+        name = field.removeprefix("rollout_config.")
+        given = {"rollout": {name: folder}} if name != field else {name: folder}
+        return problems_of(model, tmp_path, debug_rollout=name == "debug_rollout_dir", **given)
+
     (tmp_path / "file").write_text("")
-    assert "file is a file; give a folder" in problems_of(model, tmp_path, work_dir=tmp_path / "file")
-    assert "file is a file; give a folder" in problems_of(model, tmp_path, work_dir=tmp_path / "file" / "runs")
-    assert problems_of(model, tmp_path, work_dir=tmp_path / "new" / "runs") == ""
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        assert problems(folder) == f"{field}={str(folder)!r}: {tmp_path / 'file'} is a file; give a folder."
+    assert problems(tmp_path / "new" / "runs") == ""
     assert not (tmp_path / "new").exists()
 
 
@@ -60,6 +66,51 @@ def test_a_broken_file_of_the_model_is_a_problem(model, tmp_path, name):
     broken = shutil.copytree(model, tmp_path / "broken")
     (broken / name).write_text(json.dumps({"a": 1})[:-1])
     assert f"{name} is not JSON" in problems_of(broken, tmp_path)
+    (broken / name).write_text("[]")
+    assert f"{name} holds no JSON object" in problems_of(broken, tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", ["x"], [2, 384], -1, True])
+def test_an_eos_that_is_no_token_is_a_problem(model, tmp_path, value):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    said = f"generation_config.json: eos_token_id={value!r}: give one id or a list, each below 384"
+    assert said in problems_of(broken, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, message", [('{"a": 1}', "]: transformers cannot read"), (None, "]: tokenizer.json is not there, and")]
+)
+def test_a_tokenizer_that_cannot_be_read_is_a_problem(model, tmp_path, content, message):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "tokenizer.json").unlink()
+    if content is not None:
+        (broken / "tokenizer.json").write_text(content)
+    cfg = config(broken, tmp_path)
+    (problem,) = cfg.check_data()
+    assert problem.replace(f"tokenizer_path={str(broken)!r}", "]").startswith(message)
+    with pytest.raises(ValueError) as info:
+        cfg.build()
+    assert str(info.value) == problem
+
+
+@pytest.mark.parametrize("of_evaluation", [False, True])
+def test_a_token_that_the_model_does_not_have_is_a_problem(model, tmp_path, of_evaluation):
+    strange = shutil.copytree(model, tmp_path / "strange")
+    content = json.loads((strange / "tokenizer.json").read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 100_000, "content": "<|far|>"})
+    (strange / "tokenizer.json").write_text(json.dumps(content))
+    cfg = config(strange, tmp_path, **with_evaluation(strange, tmp_path))
+    assert cfg.check() == cfg.check_data() == []
+    rows = tmp_path / ("prompts-4.jsonl" if of_evaluation else "prompts-12.jsonl")
+    lines = rows.read_text().splitlines()
+    lines[2] = lines[2].replace('"content": "', '"content": "<|far|>', 1)
+    rows.write_text("\n".join(lines))
+    (problem,) = cfg.check_data()
+    assert problem.startswith(f"{rows}:3: the prompt has token id ") and "vocab_size=384: give" in problem
+    with pytest.raises(ValueError, match="the run cannot start:") as info:
+        cfg.build()
+    assert problem in str(info.value) and not (tmp_path / "runs").exists()
 
 
 def test_weights_that_are_not_whole_are_a_problem(model, tmp_path):

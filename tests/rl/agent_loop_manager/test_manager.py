@@ -11,6 +11,7 @@ from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, TaskSpecConfig
 from xtuner.v1.rl.agent_loop_manager.manager import split_batch, timing_summary
 from xtuner.v1.rl.judger import ComposedJudgerConfig, JudgerConfig
+from xtuner.v1.utils import get_logger
 
 
 @pytest.fixture
@@ -60,6 +61,23 @@ def test_tasks_run_together_and_come_back_by_name(prompts, tmp_path):
     ), number
     assert len(manager) == 12 + 6, "no batch holds a prompt of weight 0"
     assert result.timings["task_n"] == 7
+
+
+def test_the_warning_of_failed_samples_tells_why(prompts, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "log", lambda level, text: said.append(text))
+    statuses = [Status.ABORTED, Status.ABORTED, Status.FAILED, Status.FAILED]
+
+    class Refuses(ScriptedController):
+        async def generate(self, state):
+            state = await super().generate(state)
+            state.error_msg = state.error_msg and f"{state.rollout_id} is refused\nand so on"
+            return state
+
+    controller = Refuses(lambda s: statuses[s.rollout_id] if s.rollout_id < 4 else "1")
+    asyncio.run(make_manager(controller, make_task(prompts, 2)).produce_batch(3, 1, 0))
+    (text,) = said
+    assert text.endswith("groups dropped {'aborted': 1, 'failed': 1}; rollout 2 failed: 2 is refused …")
 
 
 def test_one_tasks_error_ends_the_others(prompts):

@@ -32,6 +32,17 @@ def test_what_the_package_says_of_a_failure_needs_no_traceback(cli) -> None:
     assert "Traceback" in cli.run(cli.config(body), "--debug", CUDA_VISIBLE_DEVICES="").stderr
 
 
+def test_what_the_package_says_in_an_exception_of_its_own_needs_no_traceback(cli) -> None:
+    body = """
+    from xtuner.v1.rl.rollout.replicas import ReplicaPool
+    ReplicaPool([], [], request_timeout=1, check_timeout=1, interval=1, threshold=1).pick(None)
+    """
+    result = cli.run(cli.config(body))
+    assert result.returncode == 1
+    assert "Run failed: all 0 rollout workers are out of service" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_that_ignores_its_cancellation_holds_up_no_end(cli, fails: bool) -> None:
     body = """

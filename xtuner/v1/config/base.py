@@ -1,9 +1,12 @@
 """The base of all configuration classes."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""What torch, NumPy, Python and every engine take."""
 
 
 class XTunerConfig(BaseModel):
@@ -20,6 +23,7 @@ class XTunerConfig(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
         use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     if not TYPE_CHECKING:  # a type checker would take any name for a field

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
-from xtuner.v1.config.base import XTunerConfig
+from xtuner.v1.config.base import Seed, XTunerConfig
 
 
 class Status(StrEnum):
@@ -85,7 +85,7 @@ class SampleParams(XTunerConfig):
     """Return expert ids where `RolloutConfig.enable_return_routed_experts` asks for them (MoE)."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the decoded text."""
-    sampling_seed: int | None = None
+    sampling_seed: Seed | None = None
     """Seed of every response of the task: for evaluation; refused in training, where siblings would be alike. None:
     derived from the run's seed and the rollout id."""
 

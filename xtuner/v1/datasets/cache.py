@@ -18,6 +18,7 @@ from xtuner.v1.utils import get_logger, write_atomic
 from .index import RowIndex, RowNotes
 
 _HEAD_TAIL_BYTES = 1 << 16
+_COLUMNS = ("offsets", "line_numbers", "num_tokens", "largest_ids")
 # A file is often used with a few settings in turn (two models, two limits); old ones go.
 _MAX_INDEXES = 4
 
@@ -68,19 +69,19 @@ class FileCache:
             return None
         try:
             with np.load(path, allow_pickle=False) as saved:
-                columns = [saved[name].astype(np.int64) for name in ("offsets", "line_numbers", "num_tokens")]
+                columns = [saved[name].astype(np.int64) for name in _COLUMNS]
                 notes = RowNotes(**json.loads(saved["notes"].item()))
             if len({column.shape for column in columns}) != 1:
                 raise ValueError("columns of unequal length")
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             get_logger().warning(f"{path}: damaged cache entry ({error}); it is made again")
             return None
-        return RowIndex(columns[0], columns[1], columns[2], notes)
+        return RowIndex(*columns, notes)
 
     def store_index(self, fingerprint: str, index: RowIndex) -> None:
         """Keep an index. A full disk costs the cache, not the run."""
         path = self._index_path(fingerprint)
-        columns = {name: getattr(index, name) for name in ("offsets", "line_numbers", "num_tokens")}
+        columns = {name: getattr(index, name) for name in _COLUMNS}
         notes = np.array(json.dumps(asdict(index.notes)))
 
         def write(part: Path) -> None:

@@ -33,7 +33,7 @@ class DatasetConfig(XTunerConfig):
     """False: keep nothing between runs; every start reads and measures the files anew."""
     cache_tag: str | None = None
     """Not used: the cache finds out by itself what still fits."""
-    sample_ratio: float = Field(1.0, gt=0, allow_inf_nan=False)
+    sample_ratio: float = Field(1.0, gt=0)
     """Share of the prompts in an epoch. 0.25: a quarter of them, the same quarter in every epoch; 2.5: each
     twice, and half of them once more."""
     enable_sequential_sampler: bool = False

@@ -55,6 +55,11 @@ class PromptDataloader:
         """Tokens of each prompt in the order of the data, int64 [len(self)]."""
         return np.concatenate([dataset.prompt_lengths for dataset in self._datasets])
 
+    @property
+    def largest_id(self) -> tuple[int, str]:
+        """The largest token id of all prompts, and "file:line" of one that holds it."""
+        return max(dataset.largest_id for dataset in self._datasets)
+
     def next(self) -> RolloutState:
         """The next prompt; behind the last one of an epoch the first one of the next."""
         if self.position == len(self):

@@ -18,7 +18,7 @@ from .shuffle import permutation
 
 
 class JsonlDataset:
-    """Prompts of one or several files, file after file. Only 32 bytes a row are held in memory.
+    """Prompts of one or several files, file after file. Only 40 bytes a row are held in memory.
 
     `drop_longer` and `resample` change which rows there are and the numbers by which they are found.
     """
@@ -30,9 +30,9 @@ class JsonlDataset:
         self.judger_names = {judger for index in indexes for judger in index.notes.judger_names}
         self._files = files
         self._tokenize_fn = tokenize_fn
-        self._offsets, self._line_numbers, self._num_tokens = (
+        self._offsets, self._line_numbers, self._num_tokens, self._largest_ids = (
             np.concatenate([getattr(index, column) for index in indexes])
-            for column in ("offsets", "line_numbers", "num_tokens")
+            for column in ("offsets", "line_numbers", "num_tokens", "largest_ids")
         )
         self._first_row_of_file = list(accumulate((len(index) for index in indexes), initial=0))
         self._rows = np.arange(len(self._offsets))
@@ -48,16 +48,21 @@ class JsonlDataset:
 
     def __getitem__(self, i: int) -> RolloutState:
         row = int(self._rows[i])
-        file = self._files[bisect_right(self._first_row_of_file, row) - 1]
         try:
-            return self._tokenize_fn(parse_json(file.read(int(self._offsets[row]))))
+            return self._tokenize_fn(parse_json(self._file_of(row).read(int(self._offsets[row]))))
         except RowError as error:
-            raise ValueError(f"{file.path}:{self._line_numbers[row]}: {error}") from error
+            raise ValueError(f"{self._place_of(row)}: {error}") from error
 
     @property
     def prompt_lengths(self) -> np.ndarray:
         """Tokens of each prompt, int64 [len(self)]."""
         return self._num_tokens[self._rows]
+
+    @property
+    def largest_id(self) -> tuple[int, str]:
+        """The largest token id of all prompts, and "file:line" of the first that holds it."""
+        row = int(self._rows[self._largest_ids[self._rows].argmax()])
+        return int(self._largest_ids[row]), self._place_of(row)
 
     def drop_longer(self, limit: int, field: str, keep: bool = False) -> None:
         """Leave out prompts over `limit` tokens (or with `keep` only count them); `field` set the limit."""
@@ -91,6 +96,12 @@ class JsonlDataset:
             )
         part = np.arange(rest) if from_head else np.sort(permutation(len(self), seed)[:rest])
         self._rows = np.concatenate([*[self._rows] * repeats, self._rows[part]])
+
+    def _file_of(self, row: int) -> JsonlFile:
+        return self._files[bisect_right(self._first_row_of_file, row) - 1]
+
+    def _place_of(self, row: int) -> str:
+        return f"{self._file_of(row).path}:{self._line_numbers[row]}"
 
 
 def open_indexed(

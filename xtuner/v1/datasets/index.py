@@ -38,7 +38,7 @@ class RowNotes:
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Where the N usable rows of a file are, and how long their prompts."""
+    """Where the N usable rows of a file are, how long their prompts, and which vocabulary they need."""
 
     offsets: np.ndarray
     """int64 [N], byte at which the row begins."""
@@ -46,6 +46,8 @@ class RowIndex:
     """int64 [N]"""
     num_tokens: np.ndarray
     """int64 [N], prompt tokens."""
+    largest_ids: np.ndarray
+    """int64 [N], largest token id of each prompt."""
     notes: RowNotes
 
     def __len__(self) -> int:
@@ -54,7 +56,7 @@ class RowIndex:
 
 def build_index(file: JsonlFile, tokenize_fn: RLTextTokenizeFn, skip_bad_lines: bool) -> RowIndex:
     """Read the whole file once, in bounded memory. Raises ValueError at bad rows unless told to skip them."""
-    offsets, line_numbers, num_tokens = array("q"), array("q"), array("q")
+    offsets, line_numbers, num_tokens, largest_ids = array("q"), array("q"), array("q"), array("q")
     notes = RowNotes()
     progress = _Progress(file)
     for batch in _batches(file.lines()):
@@ -72,9 +74,11 @@ def build_index(file: JsonlFile, tokenize_fn: RLTextTokenizeFn, skip_bad_lines: 
             line_numbers.append(line.number)
         if not skip_bad_lines:
             refuse_bad_rows(file, notes)
-        num_tokens.extend(tokenize_fn.count_tokens(texts))
+        for length, largest in tokenize_fn.measure(texts):
+            num_tokens.append(length)
+            largest_ids.append(largest)
         progress.update(batch[-1].offset, len(offsets))
-    return RowIndex(np.array(offsets), np.array(line_numbers), np.array(num_tokens), notes)
+    return RowIndex(*map(np.array, (offsets, line_numbers, num_tokens, largest_ids)), notes)
 
 
 def refuse_bad_rows(file: JsonlFile, notes: RowNotes) -> None:

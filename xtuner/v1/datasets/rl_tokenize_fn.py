@@ -143,8 +143,9 @@ class RLTextTokenizeFn:
         return any(self._control_token.search(message.get("content") or "") for message in record.messages)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt's text, from the chat template."""
-        from jinja2 import TemplateError
+        """The prompt's text, from the chat template. Raises RowError for messages that it refuses, ValueError if it is
+        none itself."""
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
             return self.tokenizer.apply_chat_template(
@@ -154,12 +155,17 @@ class RLTextTokenizeFn:
                 add_generation_prompt=True,
                 **self._template_kwargs,
             )
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} is wrong in its line {error.lineno}: "
+                f"{error.message}. Mend it; chat_template.jinja comes before what tokenizer_config.json has."
+            ) from error
         except (TemplateError, TypeError) as error:
             raise RowError("prompt", f"the chat template refuses these messages ({error}).") from error
 
-    def count_tokens(self, texts: list[str]) -> list[int]:
-        """Prompt length of each rendered text."""
-        return [len(ids) for ids in self._encode(texts)]
+    def measure(self, texts: list[str]) -> list[tuple[int, int]]:
+        """(tokens, largest id) of each rendered text; an empty one has (0, -1)."""
+        return [(len(ids), max(ids, default=-1)) for ids in self._encode(texts)]
 
     @cached_property
     def fingerprint(self) -> str | None:

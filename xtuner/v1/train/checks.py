@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
-from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig, TaskSpecConfig
+from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, SyncProduceStrategyConfig, TaskSpecConfig
 from xtuner.v1.rl.agent_loop_manager.sampler import Sampler
 from xtuner.v1.rl.rollout.backends.native.requests import read_eos_ids
 from xtuner.v1.rl.rollout.backends.options import engine_arguments
@@ -20,6 +20,7 @@ from .checkpoints import STATE_FILE
 from .debug_replay import replay_problem
 from .exact import changes_of_distribution, check_exact
 from .idle_fields import idle_fields
+from .tokenizer import load_tokenizer
 from .wandb_run import wandb_problem
 
 if TYPE_CHECKING:
@@ -87,18 +88,19 @@ def _warn_of_copies(task: TaskSpecConfig) -> None:
 
 def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     """Problems of the prompts: reads all rows as the run will, which finds them measured in the cache then."""
-    from transformers import AutoTokenizer
-
     if cfg.debug_train:
         return []
-    tokenizer = AutoTokenizer.from_pretrained(str(cfg.tokenizer_path))
+    try:
+        tokenizer = load_tokenizer(cfg.tokenizer_path)
+    except ValueError as error:
+        return [str(error)]
     evaluation = cfg.eval_agent_loop_manager_cfg if cfg.enable_evaluate and not cfg.debug_rollout else None
     problems = []
     for manager in filter(None, (cfg.agent_loop_manager_cfg, evaluation)):
         try:
             samplers = manager.samplers(tokenizer, cfg.seed)
+            problems += measured_problems(cfg, manager, samplers)
             if manager is cfg.agent_loop_manager_cfg:
-                problems += measured_problems(cfg, samplers)
                 drawn = zip(manager.task_list(), samplers, strict=True)
                 prompts = sum(len(sampler) for task, sampler in drawn if task.weight > 0)
                 if cfg.total_train_steps is None:
@@ -110,17 +112,25 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
 
 
-def measured_problems(cfg: "RLColocateTrainerConfig", samplers: list[Sampler]) -> list[str]:
-    """What the prompts' lengths tell of those training tasks that have no `max_length`. An evaluation cuts and counts
-    responses that the context cannot hold."""
-    return [
-        problem
-        for task, sampler in zip(cfg.agent_loop_manager_cfg.task_list(), samplers, strict=True)
-        if task.weight > 0 and not _prompt_limit(task)
-        for problem in _length_problems(
-            cfg, "agent_loop_manager_cfg", task, int(sampler.dataloader.prompt_lengths.max())
-        )
-    ]
+def measured_problems(
+    cfg: "RLColocateTrainerConfig", manager: AgentLoopManagerConfig, samplers: list[Sampler]
+) -> list[str]:
+    """What the prompts' tokens tell: ids that the model does not have, and in training tasks without a `max_length`
+    prompts that are too long. An evaluation cuts and counts responses that the context cannot hold."""
+    problems, training = [], manager is cfg.agent_loop_manager_cfg
+    for task, sampler in zip(manager.task_list(), samplers, strict=True):
+        if training and task.weight == 0:
+            continue
+        largest, place = sampler.dataloader.largest_id
+        if largest >= (size := cfg.train_worker_cfg.model_cfg.vocab_size):
+            problems.append(
+                f"{place}: the prompt has token id {largest}, but train_worker_cfg.model_cfg.vocab_size={size}: give "
+                "the model's own tokenizer_path, or leave the row out."
+            )
+        if training and not _prompt_limit(task):
+            longest = int(sampler.dataloader.prompt_lengths.max())
+            problems += _length_problems(cfg, "agent_loop_manager_cfg", task, longest)
+    return problems
 
 
 def warn_of_repeated_prompts(cfg: "RLColocateTrainerConfig", prompts: int) -> None:
@@ -168,7 +178,13 @@ def _warn_of_intervals(cfg: "RLColocateTrainerConfig", steps: int) -> None:
 
 def _check_folders(cfg: "RLColocateTrainerConfig") -> list[str]:
     worker, broken = cfg.train_worker_cfg, _check_model(cfg, "load_from", cfg.load_from)
-    problems = _check_work_dir(cfg) + broken
+    written = {
+        "work_dir": cfg.work_dir or "work_dirs",
+        "log_dir": cfg.log_dir,
+        "rollout_config.worker_log_dir": cfg.rollout_config.worker_log_dir,
+        "debug_rollout_dir": cfg.debug_rollout_dir if cfg.debug_rollout else None,
+    }
+    problems = [p for field, folder in written.items() if folder for p in _check_written(field, folder)] + broken
     if not broken and not _same_folder(worker.load_from, cfg.load_from):
         problems.append(
             f"train_worker_cfg.load_from={str(worker.load_from)!r}, but load_from={str(cfg.load_from)!r}: training "
@@ -195,14 +211,14 @@ def _same_folder(one: str | Path, other: str | Path) -> bool:
     return Path(one).resolve() == Path(other).resolve()
 
 
-def _check_work_dir(cfg: "RLColocateTrainerConfig") -> list[str]:
-    """Whether the run's folder can be made; nothing is."""
-    folder = Path(cfg.work_dir or "work_dirs").absolute()
+def _check_written(field: str, path: str | Path) -> list[str]:
+    """Whether a folder that the run writes in can be made; nothing is."""
+    folder, where = Path(path).absolute(), f"{field}={str(path)!r}"
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not there.is_dir():
-        return [f"work_dir={str(cfg.work_dir)!r}: {there} is a file; give a folder."]
+        return [f"{where}: {there} is a file; give a folder."]
     if not os.access(there, os.W_OK | os.X_OK):
-        return [f"work_dir={str(cfg.work_dir)!r}: no permission to write in {there}; give another folder."]
+        return [f"{where}: no permission to write in {there}; give another folder."]
     return []
 
 
@@ -219,7 +235,7 @@ def _check_engine(cfg: "RLColocateTrainerConfig") -> list[str]:
                 "False."
             )
         if not broken:
-            read_eos_ids(rollout.model_path)
+            read_eos_ids(rollout.model_path, cfg.train_worker_cfg.model_cfg.vocab_size)
     except (ValueError, RuntimeError) as error:
         problems.append(str(error))
     return problems
@@ -239,11 +255,13 @@ def _check_model(cfg: "RLColocateTrainerConfig", field: str, path: str | Path) -
         return [f"{where}: {error}"]
     for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         try:
-            json.loads((folder / name).read_text(encoding="utf-8"))
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
         except ValueError as error:
             return [f"{where}: {folder / name} is not JSON ({error}). Download it again."]
+        if not isinstance(content, dict):
+            return [f"{where}: {folder / name} holds no JSON object. Download it again."]
     ours = cfg.train_worker_cfg.model_cfg.model_dump(mode="json")
     return [
         f"train_worker_cfg.model_cfg.{name}={mine!r}, but {folder / 'config.json'} says {theirs!r}: {field} must be "

@@ -36,6 +36,7 @@ from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, open_writer, write_trajectories
 from .sample_warnings import SampleWarnings
 from .step_metrics import Throughput, training_metrics
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -345,11 +346,9 @@ class RLColocateTrainer:
     # ---------------------------------------------------------------- build and close
 
     def _build(self) -> None:
-        from transformers import AutoTokenizer
-
         cfg = self.cfg
         self.world_size = self.launcher.world_size
-        self.tokenizer = AutoTokenizer.from_pretrained(str(cfg.tokenizer_path))
+        self.tokenizer = load_tokenizer(cfg.tokenizer_path)
         self.estimator = cfg.advantage_estimator_config.build()
         if not cfg.debug_train:
             self._build_rollout()
@@ -400,13 +399,16 @@ class RLColocateTrainer:
         self.manager = cfg.agent_loop_manager_cfg.build(
             self.rollout, self.tokenizer, self.replay_buffer, self.launcher, cfg.seed
         )
+        problems = measured_problems(cfg, cfg.agent_loop_manager_cfg, [task.sampler for task in self.manager.tasks])
         if cfg.enable_evaluate and not cfg.debug_rollout:
             assert cfg.eval_agent_loop_manager_cfg is not None and cfg.evaluator_config is not None
             evaluation = cfg.eval_agent_loop_manager_cfg.build(
                 self.rollout, self.tokenizer, cfg.replay_buffer_config.build(), self.launcher, cfg.seed
             )
             self.evaluator = cfg.evaluator_config.build(evaluation)
-        if problems := measured_problems(cfg, [task.sampler for task in self.manager.tasks]):
+            samplers = [task.sampler for task in evaluation.tasks]
+            problems += measured_problems(cfg, cfg.eval_agent_loop_manager_cfg, samplers)
+        if problems:
             raise ValueError("the run cannot start:\n" + "\n".join(f"- {p}" for p in problems))
 
     def _resolve_steps(self) -> int:

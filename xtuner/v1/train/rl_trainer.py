@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from xtuner.v1.config import XTunerConfig
+from xtuner.v1.config.base import Seed
 from xtuner.v1.rl.advantage import BaseAdvantageConfig, GRPOAdvantageConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig
 from xtuner.v1.rl.evaluator import EvaluatorConfig
@@ -143,7 +144,7 @@ class RLColocateTrainerConfig(XTunerConfig):
     """Checkpoints without waiting groups."""
     log_dir: str | Path | None = None
     """Logs and metrics, in a subfolder with the name of the run. None: <run>/logs"""
-    seed: int = 42
+    seed: Seed = 42
     """Of everything random in the run."""
     deterministic: bool = False
     """Same configuration, same bits; and with the native engine exact mode: every token's log-prob has the same bits in

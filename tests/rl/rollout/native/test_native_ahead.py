@@ -10,6 +10,7 @@ from native_models import VOCAB, AheadRunner, prompt, request, run, started
 from xtuner.v1.rl.rollout.backends.base import GenerateRequest
 from xtuner.v1.rl.rollout.backends.native import NativeEngine
 from xtuner.v1.rl.rollout.backends.native.paged_cache import PAGE
+from xtuner.v1.utils import get_logger
 
 KINDS = (
     {}, {"temperature": 0}, {"top_k": 5}, {"top_logprobs": 3}, {"min_tokens": 20}, {"stop_token_ids": [9, 30]},
@@ -130,7 +131,9 @@ def test_the_device_is_waited_for_before_memory_or_weights_change(model_path):
     assert runner.calls_ahead > 0
 
 
-def test_logits_that_are_not_finite_end_all_with_the_reason(model_path):
+def test_logits_that_are_not_finite_end_all_with_the_reason(model_path, caplog, monkeypatch):
+    """Which is told without a traceback: no line of the engine is at fault."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
     _, ahead, runner = engines(model_path)
 
     async def main() -> list:
@@ -144,6 +147,7 @@ def test_logits_that_are_not_finite_end_all_with_the_reason(model_path):
     outputs = asyncio.run(main())
     assert {o.finish_reason for o in outputs} == {"error"} and all("not finite" in o.error for o in outputs)
     assert not ahead._drawings and not asyncio.run(ahead.health())
+    assert "a step failed" in caplog.text and "Traceback" not in caplog.text
     check_empty(ahead)
 
 

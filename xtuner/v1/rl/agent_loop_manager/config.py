@@ -23,7 +23,7 @@ class TaskSpecConfig(XTunerConfig):
 
     task_name: str = Field(min_length=1)
     """Unique in the manager; names the task in logs, trajectories and checkpoints."""
-    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=0)
     """Share of training batches, relative to the other tasks' weights; what one batch rounds, the next ones make up.
     0: none. Evaluation ignores it."""
     agent_loop_config: SerializeAsAny[AgentLoopConfig]

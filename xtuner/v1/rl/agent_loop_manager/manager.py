@@ -12,7 +12,7 @@ from xtuner.v1.data_proto import Status
 from xtuner.v1.rl.agent_loop import AgentLoop
 from xtuner.v1.rl.agent_loop.concurrency import run_all
 from xtuner.v1.rl.replay_buffer import Group, ReplayBuffer
-from xtuner.v1.utils import get_logger
+from xtuner.v1.utils import first_line, get_logger
 
 from .producer import ProduceStrategy
 from .sampler import Sampler
@@ -143,7 +143,7 @@ class AgentLoopManager:
                 "at once."
             )
         self._owed = owed
-        _log_losses(result, train_step)
+        _log_losses(result, train_step, next((tally.failure for tally in tallies if tally.failure), ""))
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,14 +173,14 @@ class AgentLoopManager:
         self._owed = [owed.get(task.name, 0.0) if task.weight > 0 else 0.0 for task in self.tasks]
 
 
-def _log_losses(result: ProduceBatchResult, train_step: int) -> None:
-    """Groups that a filter was asked to drop are no loss."""
+def _log_losses(result: ProduceBatchResult, train_step: int, failure: str) -> None:
+    """Groups that a filter was asked to drop are no loss. failure: of the first failed sample."""
     lost = result.dropped_groups.keys() - {"filtered"} or result.judge_errors or result.samples.get(Status.FAILED.value)
     if lost or result.dropped_groups:
         logger.log(
             logging.WARNING if lost else logging.INFO,
             f"train step {train_step}: samples {result.samples}, not judged {result.judge_errors}, "
-            f"groups dropped {result.dropped_groups}",
+            f"groups dropped {result.dropped_groups}{failure and f'; {first_line(failure)}'}",
         )
 
 

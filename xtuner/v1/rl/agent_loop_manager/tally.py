@@ -30,6 +30,8 @@ class Tally:
     seconds: list[float] = field(default_factory=list)
     """Duration of each group."""
     completed: int = 0
+    failure: str = ""
+    """Which sample failed first, and why."""
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=_SHOWN))
     unjudged: deque[RolloutState] = field(default_factory=lambda: deque(maxlen=_SHOWN))
     last: RolloutState | None = None
@@ -42,6 +44,8 @@ class Tally:
             if state.status != Status.COMPLETED:
                 why = state.error_msg or "no error message"
                 self.failures.append(f"rollout {state.rollout_id} {state.status.value}: {why}")
+                if state.status == Status.FAILED:
+                    self.failure = self.failure or self.failures[-1]
                 continue
             self.completed += 1
             self.last = state

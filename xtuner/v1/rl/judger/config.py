@@ -39,7 +39,7 @@ class JudgerConfig(XTunerConfig):
     the row's `reward_model["ground_truth"]`, None if the data may lack it (`require_ground_truth=False`). Or the
     http(s) URL of a service that takes these three as JSON and replies with the dict. None only in subclasses that
     override `build_local`. A plain function must be thread-safe, and picklable if `cpu_resources` is set."""
-    request_timeout: float = Field(30.0, gt=0, allow_inf_nan=False)
+    request_timeout: float = Field(30.0, gt=0)
     """Longest time for one sample in seconds, retries included, waiting for a free slot (here or in a process) not.
     Past it the sample has a judge error."""
     extra_info: dict[str, Any] = Field({}, exclude=True, repr=False)
@@ -48,7 +48,7 @@ class JudgerConfig(XTunerConfig):
     """Processes to judge in. None: in the process of the caller. The local launcher has no other processes."""
     max_retries: int = Field(3, ge=0)
     """URL only: further tries after a connection error or a status of 408, 429 or 5xx."""
-    retry_delay: float = Field(0.5, ge=0, allow_inf_nan=False)
+    retry_delay: float = Field(0.5, ge=0)
     """URL only: seconds before the first further try; doubled for each one after it, at most 8."""
     max_concurrency: int | None = Field(None, ge=1)
     """Samples judged at the same time in one process. None: 16 for a plain function, whose threads share one

@@ -86,7 +86,7 @@ class RolloutConfig(XTunerConfig):
     """Share of the GPU's memory that engine and KV cache may take while the trainer sleeps."""
     cpu_cache_bytes: int = Field(4 * _GIB, gt=0)
     """Largest KV cache on a CPU, in bytes. The native engine's grows on demand."""
-    random_seed: int = 1024
+    random_seed: int = Field(1024, ge=0, lt=2**32)
     """Seed of a server. The native engine draws from the trainer's seed and the rollout id."""
     rollout_cross_node_comm: bool = False
     """Engine over several machines."""

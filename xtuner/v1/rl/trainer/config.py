@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LoRAConfig, LRConfig, MuonConfig, XTunerConfig
+from xtuner.v1.config.base import Seed
 from xtuner.v1.model import MoEModelConfig, TransformerConfig
 from xtuner.v1.model.moe_config import check_experts
 from xtuner.v1.model.splits import split_problems
@@ -53,7 +54,7 @@ class WorkerConfig(XTunerConfig):
     """After every update, look whether the engine has the trainer's weights and computes with them."""
     rollout_gap: RolloutGapConfig = RolloutGapConfig()
     """How far the engines' log-probs may be from the trainer's."""
-    seed: int | None = None
+    seed: Seed | None = None
     """None: the trainer's."""
     share_prompts: bool = True
     """Compute the prompt of a group once for its K responses. Exact: the responses do not see each other."""

@@ -45,7 +45,8 @@ def is_message(error: BaseException) -> bool:
 
     Then the text says it all. Any other exception is a fault whose traceback is needed.
     """
-    if type(error) not in (ValueError, RuntimeError, FileNotFoundError) or _is_remote(error):
+    own = type(error).__module__.startswith("xtuner.")
+    if not (own or type(error) in (ValueError, RuntimeError, FileNotFoundError)) or _is_remote(error):
         return False
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return _PACKAGE in Path(frame.filename).parents and re.search(r"\braise\b", frame.line or "") is not None

@@ -124,7 +124,7 @@ class ServedEngine(ABC):
     async def start(self) -> None:
         self._model_config = get_model_config_from_hf(self.model_path)
         self._expected: dict[str, Tensor] = weight_views(self._model_config.build("meta", self.dtype))
-        self.eos_ids = read_eos_ids(self.model_path)
+        self.eos_ids = read_eos_ids(self.model_path, self._model_config.vocab_size)
         self.version, self.carrier, self._restarts = 0, self.new_carrier(), 0
         if self.rank == 0:
             get_logger().info(

@@ -103,9 +103,7 @@ class NativeEngine(ReadableWeights):
                 f"context_length={context} exceeds the model's max_position_embeddings="
                 f"{config.max_position_embeddings} ({self.model_path}/config.json)."
             )
-        eos_ids = read_eos_ids(self.model_path)
-        if bad := [i for i in eos_ids if not 0 <= i < config.vocab_size]:
-            raise ValueError(f"{self.model_path}: EOS ids {bad} are outside the vocabulary of {config.vocab_size}.")
+        eos_ids = read_eos_ids(self.model_path, config.vocab_size)
         if self._return_routed_experts and config.routing_shape is None:
             raise ValueError(
                 f"return_routed_experts=True: {self.model_path} holds a model_type={config.model_type!r}, which has no "
@@ -270,7 +268,8 @@ class NativeEngine(ReadableWeights):
 
     def _fail(self, error: Exception) -> None:
         """All requests in flight end with a failed step."""
-        get_logger().error("native engine: a step failed; all requests in flight end with it", exc_info=error)
+        fault = None if isinstance(error, FloatingPointError) else error  # those are the weights'
+        get_logger().error("native engine: a step failed; all requests in flight end with it", exc_info=fault)
         self._drawings.clear()  # they follow on what was not taken in: nobody gets them
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # of the device itself, which is known by now

@@ -83,14 +83,21 @@ def _check_params(p: SampleParams, limits: RequestLimits) -> None:
         limits.decode([])
 
 
-def read_eos_ids(model_path: str | Path) -> list[int]:
-    """EOS ids of a model folder: generation_config.json's, else config.json's. Raises if neither has any."""
+def read_eos_ids(model_path: str | Path, vocab_size: int) -> list[int]:
+    """EOS ids of a model folder: generation_config.json's, else config.json's.
+
+    Raises:
+        ValueError: neither has any, or they are no token ids.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         if file.is_file():
             value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
             if value is not None and value != []:
-                return [value] if isinstance(value, int) else list(value)
+                ids = value if isinstance(value, list) else [value]
+                if all(type(i) is int and 0 <= i < vocab_size for i in ids):
+                    return ids
+                raise ValueError(f"{file}: eos_token_id={value!r}: give one id or a list, each below {vocab_size}.")
     raise ValueError(
         f"{model_path}: neither generation_config.json nor config.json has eos_token_id, so no response "
         "would ever end by itself. Add the id of the token that ends a turn to generation_config.json."
