@@ -54,6 +54,8 @@ class PackedBatch:
     """Samples in the order in which their trained tokens stand; empty for an all-padding pack."""
     rollout_logprobs: Tensor | None = None
     """float32 [N], the engine's log-probs; NaN for samples that came without. None: compared with no engine."""
+    has_all_logprobs: bool = True
+    """Whether all samples came with log-probs: asking the device would make the host wait."""
     routed_experts: Tensor | None = None
     """int16 [T, L, K], the experts to use for each row in the L layers that have some; -1: not known, the router's own
     choice. None: its own choice everywhere."""

@@ -46,6 +46,8 @@ def refuse_gap(packs: list[PackedBatch], logprobs: list[Tensor]) -> None:
 def need_logprobs(packs: Iterable[PackedBatch]) -> None:
     """Raise RuntimeError if a sample came without the engine's log-probs."""
     for pack in packs:
+        if pack.has_all_logprobs:
+            continue
         assert pack.rollout_logprobs is not None
         if (missing := pack.sample_index[pack.rollout_logprobs.isnan()]).numel():
             ids = sorted(pack.rollout_ids[i] for i in set(missing.tolist()))

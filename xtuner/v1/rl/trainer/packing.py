@@ -153,6 +153,7 @@ def make_pack(
         sample_index=of_trained(np.repeat(np.arange(len(samples)), lengths)),
         rollout_ids=[s.rollout_id for s in samples],
         rollout_logprobs=of_trained(np.array(logprobs, dtype=np.float32)),
+        has_all_logprobs=all(s.rollout_logprobs is not None for s in samples),
         routed_experts=_lay_experts(units, share_prompts, len(ids), routing_shape) if routing_shape else None,
         num_padding=padding,
     )
