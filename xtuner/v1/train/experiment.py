@@ -196,8 +196,9 @@ class Experiment:
         except ValueError as error:
             get_logger().warning(f"{path} cannot be read ({error}): it is written anew.")
             return
-        changes = list(_differences(before, config))
-        if not changes:
+        # An earlier version may have hidden less. Who goes on sets auto_resume, which is no change of the run.
+        found = _differences(without_secrets(before), config)
+        if not (changes := [change for change in found if not change.startswith("auto_resume=")]):
             return
         numbered = (self.path / f"config-{n}.json" for n in count(max(1, len(self.entry["history"]) - 1)))
         earlier = next(path for path in numbered if not path.exists())
