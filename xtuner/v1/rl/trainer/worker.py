@@ -373,7 +373,7 @@ class TrainingWorker:
         for pack in packs:
             train = seen[id(pack)]
             assert pack.rollout_logprobs is not None
-            known = ~pack.rollout_logprobs.isnan()
+            known = pack.rollout_logprobs.isnan().logical_not().nonzero().flatten()  # a mask would be waited for thrice
             engine = pack.rollout_logprobs[known]
             gap = mismatch_metrics(train[known], engine, pack.sample_index[known], len(pack.rollout_ids))
             row = {"entropy/train": mean_of(-train), "entropy/rollout": mean_of(-engine)}
