@@ -101,8 +101,8 @@ class TestExperiment:
         monkeypatch.setattr(get_logger(), "warning", said.append)
         config = {"vllm_env": {"DATABASE": "sk-123"}, "url": "http://me:sk-123@host", "seed": 1}
         write_json(run.path / "config.json", config)
-        run.describe(config | {"seed": 2})
-        assert len(said) == 1 and "another configuration: seed=2 (was 1). The" in said[0]
+        run.describe(config | {"seed": 2, "tasks": ["x" * 1000]})
+        assert len(said) == 1 and "another configuration: seed=2 (was 1), tasks=[" in said[0] and len(said[0]) < 300
 
     def test_a_new_run_is_the_newest_also_when_the_clock_went_back(self, tmp_path):
         for name in ("29991025023000", "29991025023000-4"):

@@ -19,8 +19,8 @@ from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
 _RUN_NAME = re.compile(r"\d{14}(?:-\d+)?")
-_SHOWN = 12
-"""Changes of a configuration in a log line."""
+_SHOWN, _LONGEST = 12, 80
+"""Changes of a configuration in a log line; characters of a value there."""
 
 
 class NewestRun(NamedTuple):
@@ -246,7 +246,13 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         for i, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _differences(before, after, f"{path}[{i}]")
     elif old != new:
-        yield f"{path}={json.dumps(new, ensure_ascii=False)} (was {json.dumps(old, ensure_ascii=False)})"
+        yield f"{path}={_brief(new)} (was {_brief(old)})"
+
+
+def _brief(value: Any) -> str:
+    """Lists of tasks are long; both files have them whole."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def environment() -> dict[str, Any]:
