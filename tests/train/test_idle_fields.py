@@ -5,7 +5,7 @@ from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig
 from xtuner.v1.train.idle_fields import idle_fields
-from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
+from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
 from xtuner.v1.utils import get_logger
 
 from .helpers import RESPONSE, config
@@ -25,6 +25,7 @@ def test_what_does_nothing_in_a_run_is_named_where_it_is_set(model, tmp_path, ca
                     "optim_cfg": MuonConfig(enable_all2all=False), "lr_cfg": LRConfig(lr_min=0.0),
                 },
                 "load_checkpoint_cfg": LoadCheckpointConfig(load_dataset=False),
+                "trace_config": TraceConfig(output_dir="traces"),
             }  # fmt: skip
             cfg = config(model, tmp_path, **changes)
             cfg.agent_loop_manager_cfg.tasks.sampler_config.dataloader_cfg.round_up = False
@@ -35,8 +36,8 @@ def test_what_does_nothing_in_a_run_is_named_where_it_is_set(model, tmp_path, ca
     assert said.removeprefix("no effect in this run: ").removesuffix(".").split(", ") == [
         "resources.num_accelerators_per_node", "train_worker_cfg.optim_cfg.enable_all2all",
         "train_worker_cfg.lr_cfg.lr_min", "train_worker_cfg.fsdp_cfg.vision_recompute_ratio",
-        "train_worker_cfg.fsdp_cfg.mtp_checkpoint_use_reentrant", "load_checkpoint_cfg.load_dataset",
-        "agent_loop_manager_cfg.train.sampler_config.dataloader_cfg.round_up",
+        "train_worker_cfg.fsdp_cfg.mtp_checkpoint_use_reentrant", "trace_config.output_dir",
+        "load_checkpoint_cfg.load_dataset", "agent_loop_manager_cfg.train.sampler_config.dataloader_cfg.round_up",
     ]  # fmt: skip
 
 

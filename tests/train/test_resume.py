@@ -90,6 +90,14 @@ def test_a_run_that_goes_on_with_another_configuration_says_so_and_keeps_the_fir
     assert [c["train_worker_cfg"]["optim_cfg"]["lr"] for c in configs] == [0.01, 0.02]
 
 
+def test_the_way_on_that_a_stopped_run_names_is_no_other_configuration(model, tmp_path, monkeypatch):
+    broken(config(model, tmp_path, checkpoint_interval=1, task={"reward": BreaksAfter(20)}))
+    said = []
+    monkeypatch.setattr(get_logger(), "warning", said.append)
+    run = fit(config(model, tmp_path, checkpoint_interval=1, task={"reward": BreaksAfter(10**6)}, auto_resume=True))
+    assert not [m for m in said if "another configuration" in m] and not (run.path / "config-1.json").exists()
+
+
 def test_rewards_that_draw_go_on_where_they_were(model, tmp_path):
     def rewards(folder, **changes):
         folder.mkdir(exist_ok=True)

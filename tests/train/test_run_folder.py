@@ -96,6 +96,14 @@ class TestExperiment:
         listed = json.loads((tmp_path / META_FILE).read_text())["exps"]
         assert {e["exp_dir"] for e in listed} == {str(p) for p in paths}
 
+    def test_what_an_earlier_version_did_not_hide_is_not_told_either(self, tmp_path, monkeypatch):
+        run, said = Experiment(tmp_path, 3), []
+        monkeypatch.setattr(get_logger(), "warning", said.append)
+        config = {"vllm_env": {"DATABASE": "sk-123"}, "url": "http://me:sk-123@host", "seed": 1}
+        write_json(run.path / "config.json", config)
+        run.describe(config | {"seed": 2, "tasks": ["x" * 1000]})
+        assert len(said) == 1 and "another configuration: seed=2 (was 1), tasks=[" in said[0] and len(said[0]) < 300
+
     def test_a_new_run_is_the_newest_also_when_the_clock_went_back(self, tmp_path):
         for name in ("29991025023000", "29991025023000-4"):
             write_json(tmp_path / name / "checkpoints" / "ckpt-step-1" / "train_state.json", {})

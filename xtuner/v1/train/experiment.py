@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xtuner.v1.utils import get_logger, lock_file, write_json
 from xtuner.v1.utils.secrets import is_harmless_variable, without_secrets
@@ -19,8 +19,18 @@ from .run_log import last_step
 
 META_FILE = ".xtuner_rl_colocate_trainer"
 _RUN_NAME = re.compile(r"\d{14}(?:-\d+)?")
-_SHOWN = 12
-"""Changes of a configuration in a log line."""
+_SHOWN, _LONGEST = 12, 80
+"""Changes of a configuration in a log line; characters of a value there."""
+
+
+class NewestRun(NamedTuple):
+    """The newest run of a work dir, debug runs aside."""
+
+    path: Path
+    checkpoint: Path | None
+    """The newest complete one."""
+    finished: bool
+    """Whether it has come to its last step."""
 
 
 class Experiment:
@@ -72,32 +82,24 @@ class Experiment:
     @property
     def logs(self) -> Path:
         """Folder of logs and metrics."""
-        return self._logs_of(self.path)
-
-    def _logs_of(self, run: Path) -> Path:
-        return self._log_dir.absolute() / run.name if self._log_dir else run / "logs"
-
-    def _runs(self) -> list[Path]:
-        return [p for p in self.work_dir.iterdir() if p.is_dir() and _RUN_NAME.fullmatch(p.name)]
+        return _logs_of(self.path, self._log_dir)
 
     def _newest(self, total_steps: int) -> Path | None:
-        if not (runs := self._runs()):
+        newest = newest_run(self.work_dir, self._log_dir, total_steps)
+        if newest is None:
             get_logger().info(f"auto_resume: no run in {self.work_dir} yet, starting one.")
             return None
-        newest = max(runs, key=_run_order)
-        if last_step(self._logs_of(newest)) >= total_steps:
-            return newest
-        checkpoint = newest_checkpoint(newest)
-        if checkpoint is None:
-            self._start_anew(newest, total_steps)
+        if newest.checkpoint is None and not newest.finished:
+            self._start_anew(newest.path, total_steps)
             return None
-        get_logger().info(f"auto_resume: continuing {newest} from {checkpoint.name}.")
-        return newest
+        if newest.checkpoint is not None and not newest.finished:
+            get_logger().info(f"auto_resume: continuing {newest.path} from {newest.checkpoint.name}.")
+        return newest.path
 
     def _start_anew(self, newest: Path, total_steps: int) -> None:
         """Tell of it, the more so if an older run got further."""
         message = f"auto_resume: {newest} has no complete checkpoint, starting a new run."
-        older = (newest_checkpoint(run) for run in sorted(self._runs(), key=_run_order, reverse=True))
+        older = (newest_checkpoint(run) for run in reversed(_runs(self.work_dir)))
         unfinished = (path for path in older if path is not None and (step_of(path) or 0) < total_steps)
         if (found := next(unfinished, None)) is None:
             get_logger().info(message)
@@ -110,7 +112,7 @@ class Experiment:
     def _new_folder(self, prefix: str) -> Path:
         now = datetime.now().strftime("%Y%m%d%H%M%S")
         # The newest run is known by its name, also where the clock went back (the end of summer time).
-        stamp, last = max([(now, -1), *map(_run_order, self._runs())])
+        stamp, last = max([(now, -1), *map(_run_order, _runs(self.work_dir))])
         for number in range(last + 1, last + 101):
             path = self.work_dir / (f"{prefix}{stamp}-{number}" if number else f"{prefix}{stamp}")
             try:
@@ -196,8 +198,9 @@ class Experiment:
         except ValueError as error:
             get_logger().warning(f"{path} cannot be read ({error}): it is written anew.")
             return
-        changes = list(_differences(before, config))
-        if not changes:
+        # An earlier version may have hidden less. Who goes on sets auto_resume, which is no change of the run.
+        found = _differences(without_secrets(before), config)
+        if not (changes := [change for change in found if not change.startswith("auto_resume=")]):
             return
         numbered = (self.path / f"config-{n}.json" for n in count(max(1, len(self.entry["history"]) - 1)))
         earlier = next(path for path in numbered if not path.exists())
@@ -243,7 +246,13 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         for i, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _differences(before, after, f"{path}[{i}]")
     elif old != new:
-        yield f"{path}={json.dumps(new, ensure_ascii=False)} (was {json.dumps(old, ensure_ascii=False)})"
+        yield f"{path}={_brief(new)} (was {_brief(old)})"
+
+
+def _brief(value: Any) -> str:
+    """Lists of tasks are long; both files have them whole."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def environment() -> dict[str, Any]:
@@ -264,6 +273,25 @@ def environment() -> dict[str, Any]:
         "versions": versions, "python": platform.python_version(), "platform": platform.platform(), "gpu": gpu,
         "cpu_threads": torch.get_num_threads(), "variables": variables,
     }  # fmt: skip
+
+
+def newest_run(work_dir: Path, log_dir: Path | None, total_steps: int | None) -> NewestRun | None:
+    """What `auto_resume` would continue; None if there is no run. total_steps: None where they are not known yet."""
+    if not (runs := _runs(work_dir)):
+        return None
+    path = runs[-1]
+    finished = total_steps is not None and last_step(_logs_of(path, log_dir)) >= total_steps
+    return NewestRun(path, newest_checkpoint(path), finished)
+
+
+def _runs(work_dir: Path) -> list[Path]:
+    """The newest last; it is known by its name."""
+    found = [p for p in work_dir.glob("*") if p.is_dir() and _RUN_NAME.fullmatch(p.name)]
+    return sorted(found, key=_run_order)
+
+
+def _logs_of(run: Path, log_dir: Path | None) -> Path:
+    return log_dir.absolute() / run.name if log_dir else run / "logs"
 
 
 def _run_order(path: Path) -> tuple[str, int]:

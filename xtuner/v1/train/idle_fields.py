@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 _OF_OTHER_MODELS = ("vision_recompute_ratio", "mtp_checkpoint_use_reentrant")
 _OF_A_GPU = ("param_dtype", "reduce_dtype", "torch_compile", "cpu_offload")
 _OF_A_CPU = ("cpu_param_dtype", "cpu_reduce_dtype")
+_OF_A_TRACE = (
+    "output_dir", "service_name", "xtuner_viewer_host", "xtuner_viewer_port", "xtuner_viewer_jaeger_query_url",
+)  # fmt: skip
 _OF_A_CHECKPOINT = ("load_optimizer_states", "load_dataset", "load_scheduler")
 
 
@@ -33,6 +36,7 @@ def _candidates(cfg: "RLColocateTrainerConfig") -> Iterator[tuple[str, XTunerCon
             yield f"train_worker_cfg.{name}", fsdp, _OF_OTHER_MODELS + (_OF_A_GPU if on_cpu else _OF_A_CPU)
     elsewhere = cfg.rollout_config.device != cfg.resources.accelerator
     yield "rollout_config", cfg.rollout_config, ("device",) if elsewhere else ()
+    yield "trace_config", cfg.trace_config, _OF_A_TRACE
     if cfg.load_checkpoint_cfg.checkpoint_path is None:
         yield "load_checkpoint_cfg", cfg.load_checkpoint_cfg, _OF_A_CHECKPOINT
     for manager in ("agent_loop_manager_cfg", "eval_agent_loop_manager_cfg"):
