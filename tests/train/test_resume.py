@@ -18,7 +18,7 @@ import torch
 from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.evaluator import EvaluatorConfig
-from xtuner.v1.train.resume import start_of, way_on
+from xtuner.v1.train.resume import resume_hint, start_of
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 from xtuner.v1.utils import get_logger
 
@@ -157,15 +157,15 @@ def test_where_a_run_would_start_is_told_without_starting_it(model, tmp_path):
     broken(cfg := config(model, tmp_path, task={"reward": BreaksAfter(12)}, **steps))
     (run,) = runs.glob("2*")
     assert start_of(config(model, tmp_path, **anew)).startswith(f"a new run (auto_resume: {run} has no complete")
-    assert way_on(cfg, run) == f"It has no checkpoint yet: the same command begins anew. Run folder: {run}"
-    off = way_on(config(model, tmp_path), run)
+    assert resume_hint(cfg, run) == f"It has no checkpoint yet: the same command begins anew. Run folder: {run}"
+    off = resume_hint(config(model, tmp_path), run)
     assert off.startswith("It has no checkpoint, as checkpoint_interval=-1: the same")
 
     run = fit(config(model, tmp_path, **steps)).path
     for cfg, how in (config(model, tmp_path, **steps), "the same command and --set auto_resume=true"), (
         config(model, tmp_path, **anew), "the same command",
     ):  # fmt: skip
-        assert way_on(cfg, run) == f"To go on from its checkpoint of step 2: {how}. Run folder: {run}"
+        assert resume_hint(cfg, run) == f"To go on from its checkpoint of step 2: {how}. Run folder: {run}"
     assert start_of(config(model, tmp_path, **anew)) == f"none: {run} is finished (auto_resume)"
     named = dict(load_checkpoint_cfg=LoadCheckpointConfig(checkpoint_path=run / "checkpoints" / "ckpt-step-2"))
     new = start_of(config(model, tmp_path, **steps, **named))

@@ -12,7 +12,11 @@ failing: set[str] = set()
 
 
 class Settings(SimpleNamespace):
-    pass
+    def __init__(
+        self, *, silent=None, console=None, x_disable_meta=None, init_timeout=None, finish_timeout=None,
+        finish_timeout_raises=None,
+    ):  # fmt: skip
+        super().__init__(silent=silent)
 
 
 def setup(settings: Settings) -> SimpleNamespace:

@@ -14,8 +14,9 @@ class OptimConfig(XTunerConfig):
 
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled by min(1, max_grad_norm / (norm + 1e-6)), norm over all parameters and ranks."""
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Gradients are scaled by min(1, max_grad_norm / (norm + 1e-6)), norm over all parameters and ranks. Infinite: they
+    are not."""
     skip_grad_norm_threshold: float | None = Field(None, gt=0)
     """An update whose gradient norm exceeds this is skipped and counted. None: only non-finite norms are."""
     weight_decay: float = Field(0.01, ge=0)

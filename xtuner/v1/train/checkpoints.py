@@ -116,7 +116,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_rng(rng: str | None) -> None:
-    """Rewards and whatever else draws in the driver go on as if it had never ended. None: of an older checkpoint."""
+    """Rewards and whatever else draws in the driver go on as if it had never ended. None: of an older checkpoint.
+
+    They are those of the end of training: an evaluation that the earlier process did has drawn behind that, and judges
+    in processes of their own have generators of their own.
+    """
     if rng is not None:
         set_host_rng(rng)
 

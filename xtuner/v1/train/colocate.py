@@ -31,7 +31,7 @@ from .exact import gap_excuse, is_exact
 from .experiment import Experiment
 from .progress import Progress, StepTimer
 from .resolved import resolved_config, resolved_worker
-from .resume import way_on
+from .resume import resume_hint
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, clean, open_writer, write_trajectories
 from .sample_warnings import SampleWarnings
@@ -475,9 +475,9 @@ class RLColocateTrainer:
         """Results of `method` on every training worker, by rank."""
         return list(await asyncio.gather(*(h.call(method, *args) for h in self.workers)))
 
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         """What to do after this run was stopped before its end."""
-        return way_on(self.cfg, self.run_dir)
+        return resume_hint(self.cfg, self.run_dir)
 
     def close(self) -> None:
         """Stop all that this run started. Safe to call twice."""

@@ -48,12 +48,26 @@ def as_json(value: Any) -> Any:
     stand there by their names."""
     if isinstance(value, BaseModel):
         said = value.model_dump(mode="json", fallback=name_of)
-        return said | {name: as_json(item) for name, item in value if name not in said or _holds_others(item)}
+        own = ((name, item) for name, item in value if name not in said or _holds_others(item))
+        return said | {name: as_json(_kinds(item) if _is_private(value, name) else item) for name, item in own}
     if isinstance(value, dict):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     return name_of(value) if callable(value) else to_jsonable_python(value, fallback=name_of, bytes_mode="base64")
+
+
+def _is_private(config: BaseModel, name: str) -> bool:
+    """Whether it is the user's own data, which no message shows either."""
+    return type(config).model_fields[name].exclude is True
+
+
+def _kinds(value: Any) -> Any:
+    """Numbers as they are; in place of text, which may be a secret, of a table, or of an object, what it is."""
+    if not isinstance(value, dict):
+        return value
+    known = int | float | None
+    return {k: v if isinstance(v, known) else name_of(v).removeprefix("builtins.") for k, v in value.items()}
 
 
 def _holds_others(value: Any) -> bool:

@@ -27,7 +27,7 @@ def start_of(cfg: "RLColocateTrainerConfig") -> str:
     return f"goes on with {newest.path} from {newest.checkpoint.name} (auto_resume)"
 
 
-def way_on(cfg: "RLColocateTrainerConfig", run: Path) -> str:
+def resume_hint(cfg: "RLColocateTrainerConfig", run: Path) -> str:
     """What to do after `run` was stopped."""
     if cfg.debug_rollout or cfg.debug_train:
         return "Debug runs are not continued: the same command begins anew."

@@ -28,9 +28,9 @@ def wandb_problem() -> str | None:
         return f"exp_tracker='wandb': wandb is not installed: {INSTALL}, or leave it out."
     import wandb
 
-    if tuple(map(int, wandb.__version__.split(".")[:2])) < _OLDEST:
-        return f"exp_tracker='wandb': wandb {wandb.__version__} is too old: {INSTALL}."
     try:
+        if tuple(map(int, wandb.__version__.split(".")[:2])) < _OLDEST:
+            return f"exp_tracker='wandb': wandb {wandb.__version__} is too old: {INSTALL}."
         # When it is silent it never asks for a key at the terminal.
         if wandb.setup(wandb.Settings(silent=True)).settings.mode in ("offline", "dryrun", "disabled"):
             return None

@@ -8,8 +8,12 @@ from typing import Any
 HIDDEN = "(hidden)"
 """Stands for a secret value."""
 
-_SECRET = re.compile(r"keys?$|(^|[_-])(auth|pass)$|tokens?$|secret|passw|passphrase|credential|authorization", re.I)
-_COUNT = re.compile(r"(^|[_-])(max|min|num|new)[_-].*tokens$", re.I)
+_SECRET = re.compile(
+    r"(^|(api|access|private|secret|auth|signing)[_-]?)keys?$|(?-i:[A-Z0-9]_KEYS?$)|(^|[_-])(auth|pass)$|tokens?$"
+    r"|secret|passw|passphrase|credential|authorization",
+    re.I,
+)
+_PLAIN = re.compile(r"(^|[_-])((max|min|num|new)[_-].*tokens|(bos|eos|pad|unk)[_-]token)$", re.I)
 _MAPPING_OF_VARIABLES = re.compile(r"(^|[_-])env$", re.I)
 _USER_IN_URL = re.compile(r"(?<=://)[^/?#\s]+@")
 _ARGUMENT_IN_URL = re.compile(r"([?&])([^=&\s]+)=[^&#\s]+")
@@ -22,8 +26,8 @@ _MARKS = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
 
 
 def is_secret(name: str) -> bool:
-    """Whether text under this name is a secret. `max_tokens` and the like are counts."""
-    return _SECRET.search(name) is not None and not _COUNT.search(name)
+    """Whether text under this name is a secret. `max_tokens` and the like are counts, `eos_token` is no key."""
+    return _SECRET.search(name) is not None and not _PLAIN.search(name)
 
 
 def is_harmless_variable(name: str) -> bool:

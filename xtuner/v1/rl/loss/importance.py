@@ -8,7 +8,7 @@ sequence of each.
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from xtuner.v1.config import XTunerConfig
@@ -34,8 +34,9 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-Bounds = Annotated[tuple[float, float], BeforeValidator(_ordered), AfterValidator(_around_one)]
-"""Two numbers, given in either order and kept as (lower, upper)."""
+_Bound = Annotated[float, Field(allow_inf_nan=True)]
+Bounds = Annotated[tuple[_Bound, _Bound], BeforeValidator(_ordered), AfterValidator(_around_one)]
+"""Two numbers, given in either order and kept as (lower, upper); an upper one that is infinite bounds nothing."""
 
 
 class RolloutImportanceSampling(XTunerConfig):

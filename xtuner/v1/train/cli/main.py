@@ -9,7 +9,7 @@ import typer
 
 from .errors import UserError
 from .glance import refuse_at_a_glance
-from .process import StopSignals, leave, run_process
+from .process import StopSignals, exit_process, run_process
 from .source import is_message
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def train(
         trainer_cfg = _resolve(config, config_option, work_dir, num_workers, accelerator, launcher, set_)
         trainer = _build(trainer_cfg)
         signals.arm()
-        signals.way_on = getattr(trainer, "way_on", signals.way_on)
+        signals.resume_hint = getattr(trainer, "resume_hint", signals.resume_hint)
         trainer.fit()
 
-    leave(run_process(body, debug))
+    exit_process(run_process(body, debug))
 
 
 @app.command()
@@ -120,7 +120,7 @@ def check(
             raise UserError("\n".join(["the run cannot start:", *(f"- {problem}" for problem in problems)]))
         typer.echo("No problem found.")
 
-    leave(run_process(body, debug))
+    exit_process(run_process(body, debug))
 
 
 @data_app.command()
@@ -143,7 +143,7 @@ def gsm8k(
         for split, count in counts.items():
             typer.echo(f"{out_dir / split}.jsonl: {count:,} rows")
 
-    leave(run_process(body, debug))
+    exit_process(run_process(body, debug))
 
 
 @app.command()
@@ -164,7 +164,7 @@ def demo(
             raise UserError(f"--work-dir {work_dir}: no folder can be made there ({error})") from error
         run_demo(work_dir, steps, accelerator.value)
 
-    leave(run_process(body, debug))
+    exit_process(run_process(body, debug))
 
 
 def _resolve(

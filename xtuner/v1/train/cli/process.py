@@ -22,7 +22,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.way_on: Callable[[], str] = lambda: ""
+        self.resume_hint: Callable[[], str] = lambda: ""
         """What to do about a run that was stopped, once there is one."""
         self._before: dict[int, Any] = {}
 
@@ -84,7 +84,7 @@ def run_process(body: Callable[[StopSignals], None], debug: bool = False) -> int
         return _failed(f"{type(error).__name__}: {error}")
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process, at once where a call that ignores its cancellation would keep the interpreter from ending."""
     from xtuner.v1.utils.event_loop import left_behind
 
@@ -108,7 +108,7 @@ def _stopped(signals: StopSignals) -> int:
     from xtuner.v1.utils import get_logger
 
     name = signal.Signals(signals.received or signal.SIGINT).name
-    get_logger().warning(f"Stopped by {name}; the run is not finished. {signals.way_on()}".rstrip())
+    get_logger().warning(f"Stopped by {name}; the run is not finished. {signals.resume_hint()}".rstrip())
     return signals.exit_code()
 
 
