@@ -135,7 +135,7 @@ def test_the_run_folder_says_what_was_resolved(model, tmp_path):
     evaluation = with_evaluation(model, tmp_path)
     evaluation["evaluator_config"] = EvaluatorConfig(compute_metric_func=share_of_rewards)
     judger = JudgerConfig(
-        judger_name="mine", reward_handler=partial(spread), extra_info={"scale": 2, "api_key": SECRET, "of": Client()}
+        judger_name="mine", reward_handler=partial(spread), extra_info={"scale": 2, "api_key": SECRET, "grader": SECRET, "of": Client()}
     )
     produce = SyncProduceStrategyConfig(is_valid_sample_fn=keep_them)
     of_task = {"judger_config": judger, "produce_strategy_config": produce}
@@ -153,7 +153,9 @@ def test_the_run_folder_says_what_was_resolved(model, tmp_path):
     assert said["evaluator_config"]["compute_metric_func"] == f"{__name__}.share_of_rewards"
     task = said["agent_loop_manager_cfg"]["tasks"]
     assert task["judger_config"]["reward_handler"] == f"partial of {spread.__module__}.spread"
-    assert task["judger_config"]["extra_info"] == {"scale": 2, "api_key": "str", "of": f"{__name__}.Client"}
+    assert task["judger_config"]["extra_info"] == {
+        "scale": 2, "api_key": "(hidden)", "grader": "str", "of": f"{__name__}.Client",
+    }  # fmt: skip
     assert task["produce_strategy_config"]["is_valid_sample_fn"] == f"{__name__}.keep_them"
     assert worker["fsdp_cfg"]["param_dtype"] == "bfloat16"
     assert SECRET not in text and text.count("(hidden)") == 1, "nothing else is taken for a secret"
