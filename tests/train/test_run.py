@@ -134,9 +134,8 @@ def test_the_run_folder_says_what_was_resolved(model, tmp_path):
     """Who reads it later knows neither the defaults of that day nor what they led to."""
     evaluation = with_evaluation(model, tmp_path)
     evaluation["evaluator_config"] = EvaluatorConfig(compute_metric_func=share_of_rewards)
-    judger = JudgerConfig(
-        judger_name="mine", reward_handler=partial(spread), extra_info={"scale": 2, "api_key": SECRET, "grader": SECRET, "of": Client()}
-    )
+    own = {"scale": 2, "api_key": SECRET, "grader": SECRET, "of": Client()}
+    judger = JudgerConfig(judger_name="mine", reward_handler=partial(spread), extra_info=own)
     produce = SyncProduceStrategyConfig(is_valid_sample_fn=keep_them)
     of_task = {"judger_config": judger, "produce_strategy_config": produce}
     rollout = {"context_length": None}
