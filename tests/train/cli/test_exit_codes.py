@@ -161,3 +161,8 @@ def stop(cli, config: Path, signum: int, prefix: list[str] | None = None) -> tup
         process.kill()
     assert "not finished" in err
     return process.returncode, "shut down" in out
+
+
+def test_a_stop_is_told_at_the_log_s_quietest_level(cli) -> None:
+    result = cli.run(cli.config("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)"), XTUNER_LOG_LEVEL="ERROR")
+    assert result.returncode == 143 and "Stopped by SIGTERM; the run is not finished." in result.stderr

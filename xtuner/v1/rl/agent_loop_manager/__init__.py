@@ -29,9 +29,10 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there
-    _INSTEAD = {
-        "AsyncProduceStrategyConfig": "rollouts and training take turns, use SyncProduceStrategyConfig",
-        "DisaggAsyncProduceStrategyConfig": "rollouts and training take turns, use SyncProduceStrategyConfig",
+    _INSTEAD = dict.fromkeys(
+        ("AsyncProduceStrategyConfig", "DisaggAsyncProduceStrategyConfig"),
+        "rollouts and training take turns, use SyncProduceStrategyConfig",
+    ) | {
         "DisaggAgentLoopManagerConfig": "use AgentLoopManagerConfig, with RLColocateTrainerConfig",
         "DisaggTaskSpecConfig": "use TaskSpecConfig, with RLColocateTrainerConfig",
     }

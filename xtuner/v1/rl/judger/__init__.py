@@ -26,10 +26,8 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there
-    _INSTEAD = {
-        "DapoMathJudgerConfig": "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
-        "GEO3KJudgerConfig": "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
-        "CompassVerifierV2Config": "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
-        "RayJudger": "JudgerConfig(cpu_resources=...) judges in other processes",
-    }
+    _INSTEAD = dict.fromkeys(
+        ("DapoMathJudgerConfig", "GEO3KJudgerConfig", "CompassVerifierV2Config"),
+        "judge with a function or a service of your own, JudgerConfig(reward_handler=...)",
+    ) | {"RayJudger": "JudgerConfig(cpu_resources=...) judges in other processes"}
     __getattr__ = not_here(__name__, _INSTEAD)

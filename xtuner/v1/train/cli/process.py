@@ -108,7 +108,7 @@ def _stopped(signals: StopSignals) -> int:
     from xtuner.v1.utils import get_logger
 
     name = signal.Signals(signals.received or signal.SIGINT).name
-    get_logger().warning(f"Stopped by {name}; the run is not finished. {signals.resume_hint()}".rstrip())
+    get_logger().error(f"Stopped by {name}; the run is not finished. {signals.resume_hint()}".rstrip())
     return signals.exit_code()
 
 
