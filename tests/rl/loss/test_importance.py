@@ -38,6 +38,10 @@ def test_bounds_are_taken_in_either_order(given):
     assert config(threshold=given).rollout_is_threshold == (0.5, 2.0)
 
 
+def test_an_upper_bound_may_be_open():
+    assert config(threshold=(0.5, float("inf"))).rollout_is_threshold == (0.5, float("inf"))
+
+
 @pytest.mark.parametrize("bad", [(2.0, 3.0), (0.1, 0.5), (1.0, 1.0), (-1.0, 2.0), (float("nan"), 2.0)])
 @pytest.mark.parametrize("name", ["threshold", "mask_threshold", "veto_threshold"])
 def test_bounds_must_hold_the_ratio_of_equal_policies(bad, name):

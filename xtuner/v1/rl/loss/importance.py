@@ -8,7 +8,7 @@ sequence of each.
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
 from torch import Tensor
 
 from xtuner.v1.config import XTunerConfig
@@ -34,8 +34,7 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-_Bound = Annotated[float, Field(allow_inf_nan=True)]
-Bounds = Annotated[tuple[_Bound, _Bound], BeforeValidator(_ordered), AfterValidator(_around_one)]
+Bounds = Annotated[tuple[float, float], BeforeValidator(_ordered), AfterValidator(_around_one)]
 """Two numbers, given in either order and kept as (lower, upper); an upper one that is infinite bounds nothing."""
 
 
@@ -46,6 +45,8 @@ class RolloutImportanceSampling(XTunerConfig):
     are pairs of ratios, in either order; the larger is the upper bound. Without any threshold nothing is
     changed, and only the mismatch is measured.
     """
+
+    model_config = ConfigDict(allow_inf_nan=True)  # all its numbers are bounds, and one may be left open
 
     rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
     """What a weight is: the token's ratio; the product of the ratios of its sequence (unbiased, of high
