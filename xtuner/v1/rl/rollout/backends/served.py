@@ -293,7 +293,8 @@ class ServedEngine(ABC):
         if self._coming_back() and "loss" not in self._obstacle and not await self._wait_for_return():
             return GenerateOutput(request.request_id, finish_reason="abort")
         why = f"the engine cannot serve: {' '.join(self._obstacle.values())}" if self._obstacle else None
-        why = why or objection(request, self.options, self._model_config.vocab_size, self.context_length)
+        own, vocabulary = self.options, self._model_config.vocab_size
+        why = why or objection(request, own.engine, own.arguments, vocabulary, self.context_length)
         if why:
             return GenerateOutput(request.request_id, finish_reason="error", error=why)
         version = self.version

@@ -9,7 +9,8 @@ from pathlib import Path
 from xtuner.v1.data_proto import SampleParams
 
 from ..base import GenerateRequest
-from ..sampling_checks import is_greedy, refusal
+from ..request_checks import objection
+from ..sampling_checks import is_greedy
 from .sampler import scatter_seed
 from .scheduler import Sequence
 from .stop_strings import StopStrings
@@ -34,7 +35,8 @@ class RequestLimits:
 def make_sequence(request: GenerateRequest, limits: RequestLimits) -> Sequence:
     """Raises RequestRefused. A response longer than the context allows is cut to what fits."""
     p, prompt = request.params, len(request.prompt_ids)
-    _check_prompt(request.prompt_ids, limits)
+    if problem := objection(request, "native", {}, limits.vocab_size, limits.context_length):
+        raise RequestRefused(problem)
     _check_params(p, limits)
     greedy = is_greedy(p)
     top_k = min(p.top_k, limits.vocab_size) if p.top_k > 0 else limits.vocab_size
@@ -55,25 +57,7 @@ def make_sequence(request: GenerateRequest, limits: RequestLimits) -> Sequence:
     return Sequence(request, limit, parameters, limits.eos_ids + p.stop_token_ids, stops)
 
 
-def _check_prompt(ids: list[int], limits: RequestLimits) -> None:
-    if not ids:
-        raise RequestRefused("the prompt is empty: there is nothing to continue.")
-    if len(ids) + 1 > limits.context_length:
-        raise RequestRefused(
-            f"a prompt of {len(ids)} tokens and one token of response do not fit into the context of "
-            f"{limits.context_length} tokens: raise context_length or the cache budget, or filter the prompts."
-        )
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        raise RequestRefused(
-            f"prompt id {bad} is outside the model's vocabulary of {limits.vocab_size}: "
-            "tokenizer and model do not belong together."
-        )
-
-
 def _check_params(p: SampleParams, limits: RequestLimits) -> None:
-    if problem := refusal(p, "native", {}, limits.vocab_size):
-        raise RequestRefused(problem)
     if p.min_tokens and len({*limits.eos_ids, *p.stop_token_ids}) >= limits.vocab_size:
         raise RequestRefused(
             f"sample_params.min_tokens={p.min_tokens} forbids every token of the vocabulary of {limits.vocab_size}: "
