@@ -16,7 +16,9 @@ from xtuner.v1.engine import TrainEngine
 from xtuner.v1.model.hf import iter_hf_tensors, load_hf_model
 from xtuner.v1.rl.rollout.backends import native
 from xtuner.v1.rl.rollout.backends.native.weights import WeightReceiver
+from xtuner.v1.rl.utils import AcceleratorResourcesConfig
 from xtuner.v1.rl.weight_update import StaleWeightsError
+from xtuner.v1.train.canary import gap_limit
 
 from .helpers import config, fit, read_rows, write_model, write_moe_model
 
@@ -253,3 +255,23 @@ def test_one_lost_answer_costs_no_verdict(model, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "NativeEngine", DoesNotAnswerAtFirst)
     monkeypatch.setattr(DoesNotAnswerAtFirst, "failures", 1)
     assert fit(config(model, tmp_path)).series("canary/engines") == [1.0] * 3
+
+
+def test_the_limit_is_that_of_the_coarser_rounding(model, tmp_path):
+    """Float32 is multiplied as TF32 by the attention of served engines on a GPU."""
+
+    def limit(accelerator: str, backend: str, ours: torch.dtype, theirs: torch.dtype) -> float:
+        prefix = "cpu_" if accelerator == "CPU" else ""
+        fsdp = FSDPConfig(**{"torch_compile": False, f"{prefix}param_dtype": ours})
+        return gap_limit(
+            config(
+                model, tmp_path, resources=AcceleratorResourcesConfig(accelerator=accelerator, num_workers=1),
+                rollout={"backend": backend, f"{prefix}dtype": theirs}, worker={"fsdp_cfg": fsdp},
+            )
+        )  # fmt: skip
+
+    float32, half = torch.float32, torch.bfloat16
+    assert limit("CPU", "vllm", float32, float32) == limit("GPU", "native", float32, float32) == 1e-3
+    assert limit("GPU", "vllm", float32, float32) == limit("GPU", "sglang", float32, float32) == 0.02
+    for accelerator in ("CPU", "GPU"):
+        assert limit(accelerator, "vllm", float32, half) == limit(accelerator, "native", half, half) == 0.15

@@ -49,6 +49,19 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Inside, the garbage collector does not run by itself, in no thread: what it frees may have the driver do things
+    that must not happen now."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def old_objects_stay() -> Iterator[None]:
     """Inside, collections pass over all objects that were there before."""
     gc.collect()

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import torch
 
+from xtuner.v1.utils.device import no_garbage_collection
+
 T = TypeVar("T")
 
 
@@ -19,8 +21,9 @@ def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] |
         run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Other threads of the process may call the driver in the meantime.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    # Other threads of the process may call the driver in the meantime. This one may not, as the end of another engine's
+    # graphs and memory would, should the garbage collector come upon them.
+    with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
 
     def replay() -> T:
