@@ -254,6 +254,18 @@ def test_what_lmdeploy_cannot_honour_is_refused_by_name(engine, model):
     assert "['lmdeploy_session_len']: set context_length" in str(info.value) and "eager" not in str(info.value)
 
 
+def test_float32_on_a_gpu_is_vllm_s_and_ours(engine, model):
+    """SGLang's kernels there have no float32; on a CPU it computes in `cpu_dtype`."""
+    fields = {"model_path": model, "dtype": "float32"}
+    engine("sglang", "0.5.17")
+    RolloutConfig(**fields, backend="sglang").resolve("cpu")
+    with pytest.raises(ValueError, match="sglang engine cannot honour dtype=torch.float32 .on a GPU it computes in bf"):
+        RolloutConfig(**fields, backend="sglang").resolve("cuda")
+    engine("vllm", "0.26.0")
+    for backend in ("native", "vllm"):
+        RolloutConfig(**fields, backend=backend).resolve("cuda")
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [

@@ -14,6 +14,7 @@ from xtuner.v1.utils.secrets import HIDDEN
 
 from .backends.options import (
     device_problem,
+    dtype_problems,
     engine_problem,
     engine_python,
     no_effect_in,
@@ -244,7 +245,7 @@ class RolloutConfig(XTunerConfig):
         backend = self.resolve_backend()
         if backend != "native" and device is not None and (problem := device_problem(backend, device)):
             raise RuntimeError(problem)
-        self._check_options(backend)
+        self._check_options(backend, device)
         config_file = Path(self.model_path) / "config.json"
         if not config_file.is_file():
             raise ValueError(
@@ -297,13 +298,13 @@ class RolloutConfig(XTunerConfig):
                 f"{model.model_type!r}, which has no experts; leave it out."
             )
 
-    def _check_options(self, backend: Backend) -> None:
+    def _check_options(self, backend: Backend, device: str | None) -> None:
         reasons = _NOT_IN_NATIVE if backend == "native" else not_in(backend)
         refused = [
             f"{name}={_shown(name, getattr(self, name))} ({reasons[name]})" for name in changed_fields(self, reasons)
         ]
         if backend != "native":
-            refused += option_problems(self, backend)
+            refused += option_problems(self, backend) + dtype_problems(self, backend, device)
         elif self.weight_transport_type not in (None, "ipc"):
             refused.append(f"weight_transport_type={self.weight_transport_type!r} (weights stay in the process)")
         _refuse(backend, refused)

@@ -109,6 +109,7 @@ _RESERVED_IN_LMDEPLOY = {
     "distributed_executor_backend": "only Ray's takes weights", "empty_init": "set skip_load_weights",
     "ssl": "it is on loopback",
 }  # fmt: skip
+_HALF_PRECISION = ("lmdeploy", "sglang")
 _RESERVED_VARIABLES = {
     "TMPDIR": "a server has a temporary folder of its own", "VLLM_API_KEY": "set api_key",
     "XTUNER_ENGINE_KEY": "set api_key", "VLLM_SERVER_DEV_MODE": "weights come by its routes",
@@ -246,8 +247,6 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
     if engine == "lmdeploy":
         if config.weight_transport_type == "folder":
             problems.append("weight_transport_type='folder' (it takes weights through memory, 'ipc')")
-        if config.dtype not in (torch.bfloat16, torch.float16):
-            problems.append(f"dtype={config.dtype} (it computes in bfloat16 or float16)")
     keys = config.api_key if isinstance(config.api_key, list) else [config.api_key]
     if len(keys) != 1:
         problems.append(f"api_key has {len(keys)} entries (a server of this run has one)")
@@ -256,6 +255,13 @@ def option_problems(config: "RolloutConfig", engine: str) -> list[str]:
     if config.tokenizer_path is not None and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path={str(config.tokenizer_path)!r} (it is no folder)")
     return problems
+
+
+def dtype_problems(config: "RolloutConfig", engine: str, device: str | None) -> list[str]:
+    """Types that the engine's kernels for this device do not have."""
+    if device == "cpu" or engine not in _HALF_PRECISION or config.dtype in (torch.bfloat16, torch.float16):
+        return []
+    return [f"dtype={config.dtype} (on a GPU it computes in bfloat16 or float16)"]
 
 
 def size_problems(config: "RolloutConfig", engine: str) -> list[str]:
