@@ -194,7 +194,7 @@ def test_a_loop_left_in_mid_generation_does_not_haunt_the_next(model_path, engin
 
 def test_a_cancelled_request_leaves_and_its_neighbours_do_not_notice(model_path, engine):
     requests = [request(i, min_tokens=12) for i in range(4)]
-    expected = _outcome(run(started(model_path), *requests))
+    expected = run(started(model_path), *requests)
 
     async def main():
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
@@ -203,7 +203,9 @@ def test_a_cancelled_request_leaves_and_its_neighbours_do_not_notice(model_path,
         tasks[1].cancel()
         return await asyncio.gather(*(t for i, t in enumerate(tasks) if i != 1))
 
-    assert _outcome(asyncio.run(main())) == [expected[i] for i in (0, 2, 3)]
+    for out, i in zip(asyncio.run(main()), (0, 2, 3), strict=True):
+        assert out.token_ids == expected[i].token_ids
+        assert out.logprobs == pytest.approx(expected[i].logprobs, abs=1e-5)  # a batch of 3 may be summed otherwise
     assert not engine._futures
 
 
