@@ -15,6 +15,7 @@ from xtuner.v1.data_proto import SampleParams
 from xtuner.v1.rl.agent_loop_manager import SyncProduceStrategyConfig
 from xtuner.v1.rl.evaluator import EvaluatorConfig
 from xtuner.v1.rl.judger import JudgerConfig
+from xtuner.v1.rl.loss import GRPOLossConfig, RolloutImportanceSampling
 from xtuner.v1.utils import get_logger
 
 from .helpers import RESPONSE, close, config, fit, read_rows, spread, with_evaluation
@@ -39,6 +40,26 @@ def test_every_answer_is_kept_with_what_was_made_of_it(model, tmp_path):
         advantages = [r["advantage"] for r in rows if r["group_id"] == group]
         assert len(advantages) == 4 and sum(advantages) == pytest.approx(0, abs=1e-6)
     assert any(r["advantage"] > 0 for r in rows)
+
+
+def test_trained_tokens_are_those_that_the_loss_is_taken_on(model, tmp_path):
+    """A mask drops tokens that the engine, which rounds more coarsely, finds more or less likely."""
+    loss = GRPOLossConfig(
+        policy_loss_cfg={"cliprange_low": 0.2, "cliprange_high": 0.28},
+        rollout_is=RolloutImportanceSampling(rollout_is_mode="mask", rollout_is_threshold=(0.99, 1.01)),
+    )
+    coarse = {"cpu_dtype": "bfloat16"}
+    run = fit(config(model, tmp_path, total_train_steps=1, worker={"loss_cfg": loss}, rollout=coarse))
+    (update,) = run.updates
+    tokens = sum(row["response_len"] for row in run.trajectories(1))
+    dropped = round(update["rollout_is_masked_fraction"] * tokens)
+    assert 0 < dropped < tokens and update["trained_tokens"] == tokens - dropped
+
+
+def test_speed_over_all_steps_begins_with_the_first(model, tmp_path):
+    (row,) = fit(config(model, tmp_path, total_train_steps=1)).rows
+    for unit in ("sgs", "tgs"):
+        assert row[f"throughput/e2e_effective_{unit}"] == pytest.approx(row[f"throughput/effective_{unit}"], rel=0.05)
 
 
 def test_the_garbage_collector_is_left_as_it_was(model, tmp_path):

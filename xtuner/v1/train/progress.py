@@ -11,11 +11,15 @@ class StepTimer:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._start = self.begin = time.perf_counter()
+        self._start = time.perf_counter()
+        self._begin: float | None = None
 
     def restart(self) -> None:
+        """A step begins."""
         self.seconds = {}
         self._start = time.perf_counter()
+        if self._begin is None:
+            self._begin = self._start
 
     def __call__(self, name: str) -> "_Span":
         return _Span(self, name)
@@ -23,8 +27,9 @@ class StepTimer:
     def total(self) -> float:
         return time.perf_counter() - self._start
 
-    def since_begin(self) -> float:
-        return time.perf_counter() - self.begin
+    def since_first(self) -> float:
+        """Seconds since the first step began."""
+        return 0.0 if self._begin is None else time.perf_counter() - self._begin
 
 
 class _Span:

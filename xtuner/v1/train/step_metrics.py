@@ -34,7 +34,7 @@ class Throughput:
         self.tokens += tokens
         speeds = {f"time/{k}": v for k, v in seconds.items()}
         for name, spent, (s, t) in (
-            ("e2e_effective", self.timer.since_begin(), (self.samples, self.tokens)),
+            ("e2e_effective", self.timer.since_first(), (self.samples, self.tokens)),
             ("effective", seconds["step"], (samples, tokens)),
             ("rollout", seconds.get("produce_batch"), (samples, tokens)),
             ("training", seconds.get("training"), (samples, tokens)),

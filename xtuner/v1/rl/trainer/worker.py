@@ -293,7 +293,7 @@ class TrainingWorker:
         rows: list[Metrics] = []
         tokens = 0.0
         trained = [pack for pack in packs if pack.needs_gradient]
-        for pack, (is_weights, _, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
+        for pack, (is_weights, keep, is_metrics), (numerators, _) in zip(packs, corrections, weighting, strict=True):
             with torch.set_grad_enabled(pack.needs_gradient):
                 logprobs = self._forward(pack)
             before = seen.setdefault(id(pack), logprobs.detach())
@@ -304,7 +304,8 @@ class TrainingWorker:
             router_loss = routers.add(self.engine.model.router_stats) if routers is not None else 0.0
             if pack.needs_gradient:
                 self.engine.backward(loss + router_loss, last=pack is trained[-1])
-            totals = {"loss": sum_of(loss), "trained_tokens": sum_of(torch.ones_like(pack.labels))}
+            kept = torch.ones_like(pack.labels) if keep is None else keep
+            totals = {"loss": sum_of(loss), "trained_tokens": sum_of(kept)}
             rows.append(metrics | is_metrics | totals)
             tokens += (pack.input_ids.numel() - pack.num_padding) / self.config.ranks_per_pack
         self._judge()
