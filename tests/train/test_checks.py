@@ -12,6 +12,7 @@ from xtuner.v1.model import ZLossConfig, get_model_config_from_hf
 from xtuner.v1.rl.advantage import DrGRPOAdvantageConfig, OPOAdvantageConfig, PassKAdvantageConfig, RLOOAdvantageConfig
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, SyncProduceStrategyConfig, drop_equal_rewards
+from xtuner.v1.rl.evaluator import EvaluatorConfig
 from xtuner.v1.rl.judger import ComposedJudgerConfig, GSM8KJudgerConfig, JudgerConfig
 from xtuner.v1.rl.loss import GRPOLossConfig, RolloutImportanceSampling
 from xtuner.v1.train.rl_trainer import LoadCheckpointConfig, TraceConfig
@@ -482,3 +483,9 @@ def test_more_groups_a_step_than_prompts_take_some_twice(model, tmp_path, monkey
     run = fit(cfg)
     assert said == [doubt, doubt]
     assert len(run.trajectories(1)) == 32 and len(set(run.prompts(1))) == 5
+
+
+def test_an_evaluation_of_no_prompt_is_refused(model, tmp_path):
+    changes = with_evaluation(model, tmp_path) | {"evaluator_config": EvaluatorConfig(eval_sample_ratio=0.1)}
+    (problem,) = config(model, tmp_path, **changes).check_data()
+    assert problem == "evaluation task 'eval': eval_sample_ratio=0.1 of 4 prompts is none; raise it."

@@ -373,13 +373,25 @@ def test_a_checkpoint_behind_which_no_step_is_left_is_refused(model, tmp_path):
     """It is another run's, which is not to be gone on with: nothing would be trained, and no model left."""
     first = fit(config(model, tmp_path, total_train_steps=2, checkpoint_interval=2))
     named = LoadCheckpointConfig(checkpoint_path=first.path / "checkpoints" / "ckpt-step-2")
+    again = config(model, tmp_path, total_train_steps=2, load_checkpoint_cfg=named)
     with pytest.raises(ValueError, match="is of step 2, so that none of 2 train steps is left"):
-        config(model, tmp_path, total_train_steps=2, load_checkpoint_cfg=named).build()
+        again.build()
+    assert "is of step 2, so that none of 2 train steps is left" in again.check_data()[0]
     assert list((tmp_path / "runs").glob("2*")) == [first.path]
     fields = dict(total_train_steps=2, load_checkpoint_cfg=named, auto_resume=True, work_dir=tmp_path / "other")
     with pytest.raises(ValueError, match="is of step 2, so that none of 2 train steps is left"):
         config(model, tmp_path, **fields).build()
     assert fit(config(model, tmp_path, **(fields | {"work_dir": tmp_path / "runs"}))).last == {}, "its own run is done"
+
+
+def test_a_checkpoint_of_other_prompts_is_refused_before_the_run(model, tmp_path):
+    first = fit(config(model, tmp_path, total_train_steps=1, checkpoint_interval=1))
+    named = LoadCheckpointConfig(checkpoint_path=first.path / "checkpoints" / "ckpt-step-1")
+    other = config(model, tmp_path, rows=write_prompts(tmp_path, 9), load_checkpoint_cfg=named)
+    (problem,) = other.check_data()
+    with pytest.raises(ValueError, match="the checkpoint's prompts had") as info:
+        other.build()
+    assert problem == str(info.value)
 
 
 def test_a_schedule_that_starts_again_ends_with_the_run(model, tmp_path):

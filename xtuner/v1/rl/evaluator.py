@@ -83,20 +83,9 @@ class EvaluatorConfig(XTunerConfig):
         """
         return Evaluator(self, eval_manager)
 
-
-class Evaluator:
-    """Scores the first prompts of each task, always the same ones with the same ids, hence the same seeds."""
-
-    def __init__(self, config: EvaluatorConfig, manager: AgentLoopManager):
-        self._config = config
-        self._manager = manager
-        self.num_prompts = {
-            task.name: self._num_prompts(task.name, len(task.sampler)) for task in manager.tasks
-        }
-        """Prompts of each task that an evaluation scores."""
-
-    def _num_prompts(self, task_name: str, available: int) -> int:
-        wanted, ratio = self._config.eval_sample_num, self._config.eval_sample_ratio
+    def num_prompts(self, task_name: str, available: int) -> int:
+        """How many of a task's prompts an evaluation scores. ValueError if the ratio selects none."""
+        wanted, ratio = self.eval_sample_num, self.eval_sample_ratio
         if wanted > available:
             logger.warning(
                 f"evaluation task {task_name!r} has {available} prompts, fewer than "
@@ -110,6 +99,18 @@ class Evaluator:
                 "raise it."
             )
         return num
+
+
+class Evaluator:
+    """Scores the first prompts of each task, always the same ones with the same ids, hence the same seeds."""
+
+    def __init__(self, config: EvaluatorConfig, manager: AgentLoopManager):
+        self._config = config
+        self._manager = manager
+        self.num_prompts = {
+            task.name: config.num_prompts(task.name, len(task.sampler)) for task in manager.tasks
+        }
+        """Prompts of each task that an evaluation scores."""
 
     async def evaluate(self, train_step: int, model_step: int) -> EvalResult:
         """Generate and score all samples with the weights of `model_step`.

@@ -9,6 +9,7 @@ from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
 from xtuner.v1.rl.agent_loop_manager import AgentLoopManagerConfig, SyncProduceStrategyConfig, TaskSpecConfig
+from xtuner.v1.rl.agent_loop_manager.manager import restore_samplers
 from xtuner.v1.rl.agent_loop_manager.sampler import Sampler
 from xtuner.v1.rl.rollout.backends.native.requests import read_eos_ids
 from xtuner.v1.rl.rollout.backends.options import engine_arguments
@@ -16,7 +17,7 @@ from xtuner.v1.rl.rollout.backends.sampling_checks import is_greedy, refusal
 from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
 
-from .checkpoints import STATE_FILE
+from .checkpoints import STATE_FILE, read_state, refuse_done
 from .debug_replay import replay_problem
 from .exact import changes_of_distribution, check_exact
 from .idle_fields import idle_fields
@@ -97,6 +98,7 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     evaluation = cfg.eval_agent_loop_manager_cfg if cfg.enable_evaluate and not cfg.debug_rollout else None
     problems = []
     for manager in filter(None, (cfg.agent_loop_manager_cfg, evaluation)):
+        names = [task.task_name for task in manager.task_list()]
         try:
             samplers = manager.samplers(tokenizer, cfg.seed)
             problems += measured_problems(cfg, manager, samplers)
@@ -104,12 +106,28 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
                 drawn = zip(manager.task_list(), samplers, strict=True)
                 prompts = sum(len(sampler) for task, sampler in drawn if task.weight > 0)
                 if cfg.total_train_steps is None:
-                    epoch_steps(cfg, prompts)
+                    steps = epoch_steps(cfg, prompts)
                 else:
+                    steps = cfg.total_train_steps
                     warn_of_repeated_prompts(cfg, prompts)
+                _check_continued(cfg, steps, dict(zip(names, samplers, strict=True)))
+            elif cfg.evaluator_config is not None:
+                for name, sampler in zip(names, samplers, strict=True):
+                    cfg.evaluator_config.num_prompts(name, len(sampler))
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
+
+
+def _check_continued(cfg: "RLColocateTrainerConfig", steps: int, samplers: dict[str, Sampler]) -> None:
+    """ValueError or FileNotFoundError if no step is left behind the named checkpoint, or its prompts are others."""
+    load = cfg.load_checkpoint_cfg
+    if load.checkpoint_path is None or cfg.auto_resume:  # that prefers the run's own checkpoint, if there is one
+        return
+    if not (cfg.enable_evaluate and cfg.enable_initial_evaluate):
+        refuse_done(Path(load.checkpoint_path), steps)
+    if load.load_dataset:
+        restore_samplers(samplers, read_state(Path(load.checkpoint_path))["manager"])
 
 
 def measured_problems(

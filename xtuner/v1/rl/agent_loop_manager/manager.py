@@ -158,19 +158,24 @@ class AgentLoopManager:
         Raises:
             ValueError: the state is of other tasks.
         """
-        saved, here = set(state["tasks"]), {task.name for task in self.tasks}
-        if saved != here:
-            raise ValueError(
-                f"the checkpoint holds the tasks {sorted(saved)}, this run has {sorted(here)}: resume with "
-                "the saved tasks (weight 0 ends a task), or start a new run from the exported model."
-            )
-        for task in self.tasks:
-            task.sampler.load_state_dict(state["tasks"][task.name])
-        id_offset = max(task.sampler.id_offset for task in self.tasks)
-        for task in self.tasks:
-            task.sampler.id_offset = id_offset
+        restore_samplers({task.name: task.sampler for task in self.tasks}, state)
         owed = state.get("owed", {})  # checkpoints of before had none
         self._owed = [owed.get(task.name, 0.0) if task.weight > 0 else 0.0 for task in self.tasks]
+
+
+def restore_samplers(samplers: dict[str, Sampler], state: dict[str, Any]) -> None:
+    """Each task's prompts go on where the manager's `state` has them. ValueError: it is of other tasks or prompts."""
+    saved, here = set(state["tasks"]), set(samplers)
+    if saved != here:
+        raise ValueError(
+            f"the checkpoint holds the tasks {sorted(saved)}, this run has {sorted(here)}: resume with "
+            "the saved tasks (weight 0 ends a task), or start a new run from the exported model."
+        )
+    for name, sampler in samplers.items():
+        sampler.load_state_dict(state["tasks"][name])
+    id_offset = max(sampler.id_offset for sampler in samplers.values())
+    for sampler in samplers.values():
+        sampler.id_offset = id_offset
 
 
 def _log_losses(result: ProduceBatchResult, train_step: int, failure: str) -> None:
