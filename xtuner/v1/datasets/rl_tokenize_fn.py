@@ -49,7 +49,7 @@ class RLTextTokenizeFnConfig(XTunerConfig):
     default."""
     data_judger_mapping: dict[str, str | dict[str, float]] | None = Field(None, min_length=1)
     """Judger, or weight of each judger, for each `data_source` of the rows. A `data_source` without an entry
-    is an error. None: `data_source` names the judger itself."""
+    is an error. For a judger that reads them (`ComposedJudgerConfig`). None: `data_source` names the judger itself."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
     require_ground_truth: bool = True

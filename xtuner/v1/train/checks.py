@@ -115,12 +115,14 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
 def measured_problems(
     cfg: "RLColocateTrainerConfig", manager: AgentLoopManagerConfig, samplers: list[Sampler]
 ) -> list[str]:
-    """What the prompts' tokens tell: ids that the model does not have, and in training tasks without a `max_length`
-    prompts that are too long. An evaluation cuts and counts responses that the context cannot hold."""
+    """What the rows tell: ids that the model does not have, and in training tasks without a `max_length` prompts that
+    are too long. An evaluation cuts and counts responses that the context cannot hold. Weights of judges that nobody
+    reads are a warning."""
     problems, training = [], manager is cfg.agent_loop_manager_cfg
     for task, sampler in zip(manager.task_list(), samplers, strict=True):
         if training and task.weight == 0:
             continue
+        _warn_of_weights(task, sampler)
         largest, place = sampler.dataloader.largest_id
         if largest >= (size := cfg.train_worker_cfg.model_cfg.vocab_size):
             problems.append(
@@ -131,6 +133,15 @@ def measured_problems(
             longest = int(sampler.dataloader.prompt_lengths.max())
             problems += _length_problems(cfg, "agent_loop_manager_cfg", task, longest)
     return problems
+
+
+def _warn_of_weights(task: TaskSpecConfig, sampler: Sampler) -> None:
+    if (place := sampler.dataloader.weighted_row) and not _reads_data_source(task):
+        get_logger().warning(
+            f"{place}: data_source names several judgers or a weight other than 1, which judger_config of task "
+            f"{task.task_name!r} does not read: {type(task.judger_config).__name__} judges all rows, without weight. "
+            "Give a ComposedJudgerConfig, or one name a row."
+        )
 
 
 def warn_of_repeated_prompts(cfg: "RLColocateTrainerConfig", prompts: int) -> None:
@@ -329,11 +340,24 @@ def _check_task(cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConf
             f"{where}: the tokenize function's require_ground_truth=False lets rows without a label in, but "
             "judger_config compares with the label; leave require_ground_truth out."
         )
+    if any(d["tokenize_fn"].data_judger_mapping for d in datasets) and not _reads_data_source(task):
+        problems.append(
+            f"{where}: the tokenize function's data_judger_mapping has no effect: {type(judger).__name__} reads no "
+            "data_source. Leave it out, or give a ComposedJudgerConfig with these judgers as branches."
+        )
     if type(task.agent_loop_config) is not SingleTurnAgentLoopConfig:
         return problems  # a loop of the user's own may set the reward itself, and read what it likes
     if task.judger_config is None:
         problems.append(f"{where}: judger_config is None: nothing would give a reward.")
     return problems + _check_checkpoint_of_loop(cfg, where, task.agent_loop_config.hf_checkpoint)
+
+
+def _reads_data_source(task: TaskSpecConfig) -> bool:
+    """Whether judgers named in the data, and their weights, may have an effect. A loop of the user's own may read them
+    itself."""
+    if task.judger_config is None or type(task.agent_loop_config) is not SingleTurnAgentLoopConfig:
+        return True
+    return task.judger_config.reads_data_source
 
 
 def _check_checkpoint_of_loop(cfg: "RLColocateTrainerConfig", where: str, folder: str | Path) -> list[str]:

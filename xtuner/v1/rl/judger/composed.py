@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -121,6 +121,9 @@ class ComposedJudgerConfig(XTunerConfig):
         except TypeError as error:
             raise ValueError(f"merge_fn is called as merge_fn(state, {{branch: reward}}): {error}.") from None
         return self
+
+    reads_data_source: ClassVar[bool] = True
+    """Whether a sample's `data_source` may change its reward."""
 
     @property
     def needs_label(self) -> bool:
