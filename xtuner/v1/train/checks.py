@@ -115,8 +115,8 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
 def measured_problems(
     cfg: "RLColocateTrainerConfig", manager: AgentLoopManagerConfig, samplers: list[Sampler]
 ) -> list[str]:
-    """What the rows tell: ids that the model does not have, and in training tasks without a `max_length` prompts that
-    are too long. An evaluation cuts and counts responses that the context cannot hold. Weights of judges that nobody
+    """What the rows tell: ids that the model does not have, and in training tasks too long prompts that no `max_length`
+    leaves out. An evaluation cuts and counts responses that the context cannot hold. Weights of judges that nobody
     reads are a warning."""
     problems, training = [], manager is cfg.agent_loop_manager_cfg
     for task, sampler in zip(manager.task_list(), samplers, strict=True):
@@ -387,7 +387,8 @@ def _length_problems(
 ) -> list[str]:
     """Prompt and response must fit into the context and, where they are trained on, into a pack.
 
-    measured: tokens of the longest prompt, where no `max_length` bounds them. None: not known yet, at least 1.
+    measured: tokens of the longest prompt, where no `max_length` bounds them or `disable_filter` keeps longer ones.
+    None: not known yet, at least 1.
     """
     problems, where = [], f"{manager}.{task.task_name}"
     response, context = task.agent_loop_config.sample_params.max_tokens, cfg.rollout_config.context_length
@@ -396,7 +397,8 @@ def _length_problems(
     longest = limit or measured or 1
     prompt = f"prompt max_length={limit}" if limit else f"longest prompt={measured}" if measured else "prompt of 1"
     shorter = "max_length or max_tokens" if limit else "max_tokens"
-    shorter += ", or set the tokenize function's max_length" if measured else ""
+    left_out = ", or leave longer prompts out (the tokenize function's max_length, disable_filter=False)"
+    shorter += left_out if measured else ""
     if longest + response > (context or longest_of_model):
         text = (
             f"rollout_config.context_length={context}; raise it"
@@ -456,6 +458,7 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", task: TaskSpecConfig) -
 
 
 def _prompt_limit(task: TaskSpecConfig) -> int:
-    """Limit of the task's prompts in tokens; 0 if one has none."""
-    limits = [item["tokenize_fn"].max_length for item in task.sampler_config.dataloader_cfg.dataset_config_list or []]
+    """Limit of the task's prompts in tokens; 0 if one dataset has none, or keeps what is longer."""
+    datasets = task.sampler_config.dataloader_cfg.dataset_config_list or []
+    limits = [None if item["dataset"].disable_filter else item["tokenize_fn"].max_length for item in datasets]
     return max((limit for limit in limits if limit), default=0) if all(limits) else 0
