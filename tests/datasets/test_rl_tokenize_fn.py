@@ -34,9 +34,11 @@ def test_state_carries_the_row(tokenizer, row):
     assert state.status == "init" and state.group_id is None and state.rollout_id is None
 
 
-def test_extra_info_cannot_hide_the_prompt(tokenizer, row):
-    with pytest.raises(RowError, match=r"extra_info\.raw_prompt"):
-        RLTextTokenizeFnConfig().build(tokenizer)(row(extra_info={"raw_prompt": "x"}))
+@pytest.mark.parametrize("name", ["raw_prompt", "origin_data_source", "top_logprobs", "tool_turns"])
+def test_extra_info_cannot_be_taken_for_what_the_sample_has_itself(tokenizer, row, name):
+    """An evaluation would count the turns of the row as those of the agent loop."""
+    with pytest.raises(RowError, match=rf"^extra_info\.{name}: this name is taken"):
+        RLTextTokenizeFnConfig().build(tokenizer)(row(extra_info={"index": 1, name: "x"}))
 
 
 def test_system_prompt_is_for_rows_without_one(tokenizer, row):

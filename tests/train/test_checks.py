@@ -328,7 +328,9 @@ def test_a_judge_that_compares_needs_labels(model, tmp_path, composed):
     rule, own = GSM8KJudgerConfig(), JudgerConfig(judger_name="own", reward_handler=spread)
     both = ComposedJudgerConfig(branches={"rule": rule, "own": own}) if composed else own
     rule = ComposedJudgerConfig(branches={"rule": rule}) if composed else rule
-    assert "train: the tokenize function's require_ground_truth=False lets" in text(rule, required=False)
+    whole = ComposedJudgerConfig(branches={"rule": rule, "own": own})
+    for judger in (rule, ComposedJudgerConfig(branches={"whole": whole})):
+        assert "train: the tokenize function's require_ground_truth=False lets" in text(judger, required=False)
     assert text(rule, required=True) == text(both, required=False) == ""
 
 

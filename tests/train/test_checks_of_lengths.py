@@ -12,9 +12,21 @@ from .helpers import RESPONSE, STOPS, config, fit, with_evaluation
 def unbounded(model, folder, **changes):
     """Prompts without a `max_length`, of which the longest has 28 tokens."""
     cfg = config(model, folder, **changes)
-    (entry,) = cfg.agent_loop_manager_cfg.tasks.sampler_config.dataloader_cfg.dataset_config_list
-    entry["tokenize_fn"].max_length = None
+    entry_of(cfg)["tokenize_fn"].max_length = None
     return cfg
+
+
+def unfiltered(model, folder, **changes):
+    """The same prompts, with a `max_length` that leaves none of them out."""
+    cfg = config(model, folder, **changes)
+    entry = entry_of(cfg)
+    entry["tokenize_fn"].max_length, entry["dataset"].disable_filter = 20, True
+    return cfg
+
+
+def entry_of(cfg):
+    (entry,) = cfg.agent_loop_manager_cfg.tasks.sampler_config.dataloader_cfg.dataset_config_list
+    return entry
 
 
 @pytest.mark.parametrize(
@@ -37,11 +49,14 @@ def test_without_a_limit_of_prompts_the_responses_alone_must_fit(model, tmp_path
         ({"worker": {"pack_max_length": 34}}, "can have 35 tokens (longest prompt=28, sample_params.max_tokens=8,"),
     ],
 )
-def test_without_a_limit_of_prompts_they_are_measured(model, tmp_path, changes, message):
-    cfg = unbounded(model, tmp_path, **changes)
+@pytest.mark.parametrize("kind", [unbounded, unfiltered])
+def test_without_a_limit_of_prompts_they_are_measured(model, tmp_path, kind, changes, message):
+    cfg = kind(model, tmp_path, **changes)
     assert cfg.check() == []
     (problem,) = cfg.check_data()
-    assert message in problem and problem.endswith("or lower max_tokens, or set the tokenize function's max_length.")
+    assert message in problem and problem.endswith(
+        "or lower max_tokens, or leave longer prompts out (the tokenize function's max_length, disable_filter=False)."
+    )
     with pytest.raises(ValueError, match="the run cannot start:\n- agent_loop_manager_cfg.train: "):
         cfg.build()
     assert not (tmp_path / "runs").exists()

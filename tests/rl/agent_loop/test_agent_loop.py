@@ -78,18 +78,31 @@ def test_a_batch_judge_that_doubles_a_sample_is_a_judge_error():
     assert not any(is_trainable(state) for state in group)
 
 
-class Loses(SingleTurnAgentLoop):
+class Changes(SingleTurnAgentLoop):
     async def generate_group(self, states):
         return self.change(await super().generate_group(states))
 
 
+def another(state: RolloutState, rollout_id: int | None) -> RolloutState:
+    return state.model_copy(update={"rollout_id": rollout_id})
+
+
 @pytest.mark.parametrize(
-    ("change", "wrong"), [(lambda g: g[:3], 15), (lambda g: [g[0], *g], 12), (lambda g: [], 12)]
+    ("change", "wrong"),
+    [
+        (lambda g: g[:3], "15"),
+        (lambda g: [g[0], *g], "12"),
+        (lambda g: [], "12, 13, 14, 15"),
+        (lambda g: [*g, another(g[0], None)], "None"),
+        (lambda g: [*g, another(g[0], 16)], "16"),  # of the next group
+        (lambda g: [*g[:3], another(g[3], 16)], "15, 16"),
+    ],
 )
-def test_a_loop_that_loses_or_doubles_samples_is_an_error(change, wrong):
-    loop = Loses(ScriptedController(), judger_of(exact))
+def test_a_loop_that_loses_doubles_or_adds_samples_is_an_error(change, wrong):
+    loop = Changes(ScriptedController(), judger_of(exact))
     loop.change = change
-    with pytest.raises(RuntimeError, match=rf"for \[12, 13, 14, 15\]; each must be there once .*{wrong}.* are not"):
+    found = rf"for \[12, 13, 14, 15\]; each must be there once and no other \(\[{wrong}\] are not so\)"
+    with pytest.raises(RuntimeError, match=found):
         asyncio.run(generate_all(loop, group_of(4)))
     loop.change = lambda group: group[::-1]
     assert len(asyncio.run(generate_all(loop, group_of(4)))) == 4

@@ -172,11 +172,14 @@ def test_rows_that_name_no_branch_are_found_before_the_run(prompts):
     """Else each is a judge error when it is drawn, and enough of them end the run in the middle."""
     branch = JudgerConfig(judger_name="exact", reward_handler=exact)
     wrong = make_task(prompts, judger_config=ComposedJudgerConfig(branches={"sum": branch}))
-    with pytest.raises(ValueError, match=r"rows name the judgers \['count'\], but .*branches has \['sum'\]"):
-        make_manager(ScriptedController(), wrong)
-    make_manager(
-        ScriptedController(), make_task(prompts, judger_config=ComposedJudgerConfig(branches={"count": branch}))
-    )
+    whole = make_task(prompts, judger_config=ComposedJudgerConfig(branches={"sum": {"branches": {"count": branch}}}))
+    for task in (wrong, whole):  # a composed branch is named as a whole
+        with pytest.raises(ValueError, match=r"rows name the judgers \['count'\], but .*branches has \['sum'\]"):
+            make_manager(ScriptedController(), task)
+    for judger in (branch, {"branches": {"a": branch, "b": branch}}):
+        right = make_task(prompts, judger_config=ComposedJudgerConfig(branches={"count": judger}))
+        group = asyncio.run(make_manager(ScriptedController(), right).produce_batch(1, 1, 0)).groups[0]
+        assert [state.reward["score"] for state in group] == [1.0 if judger is branch else 2.0] * 2
 
 
 def test_build_does_not_change_the_config(prompts):

@@ -131,34 +131,62 @@ def test_a_branch_that_fails_is_named_and_no_part_of_the_sum_is_paid(sample):
     assert other.reward is None and other.judge_error.startswith("branch 'b': the score is nan")
 
 
-def test_nesting(sample):
-    class Doubling(Judger):
-        """Its postprocess, too, must run inside a composition."""
+class Doubling(Judger):
+    """Its postprocess, too, must run inside a composition."""
 
-        def get_judger_name(self):
-            return "doubling"
+    def get_judger_name(self):
+        return "doubling"
 
-        async def judge_payload(self, payload):
-            return len(payload["response"])
+    async def judge_payload(self, payload):
+        return len(payload["response"])
 
-        def postprocess(self, state, output):
-            state.reward = {"score": 2 * output}
-            return state
+    def postprocess(self, state, output):
+        state.reward = {"score": 2 * output}
+        return state
 
-    class DoublingConfig(JudgerConfig):
-        judger_name: str = "doubling"
 
-        def build_local(self):
-            return Doubling()
+class DoublingConfig(JudgerConfig):
+    judger_name: str = "doubling"
 
-    inner = ComposedJudgerConfig(
-        branches={"in": DoublingConfig()}, merge_fn=lambda state, rewards: pytest.fail("one branch needs no merging")
+    def build_local(self):
+        return Doubling()
+
+
+@pytest.mark.parametrize("name", ["maths", "rule"])
+def test_a_composed_branch_is_asked_with_all_of_its_own(name, sample):
+    """Whatever these are called, one of them as the branch itself: the weight in the data is for the whole, once."""
+    inner = ComposedJudgerConfig(branches={"rule": giving(1.0, acc=1), "length": DoublingConfig()})
+    config = ComposedJudgerConfig(branches={name: inner, "style": giving(0.5)})
+    alone, weighted, several = judge(
+        config,
+        sample("abc", data_source=name),
+        sample("abc", data_source={name: 0.5}),
+        sample("abc", data_source={name: 0.5, "style": 1.0}),
     )
-    config = ComposedJudgerConfig(branches={"in": inner, "out": giving(1.0)})
-    [state] = judge(config, sample("abc", data_source={"in": 1.0}))
-    assert state.reward["score"] == 6.0
-    assert isinstance(config.build(), Judger) and config.build().get_judger_name() == "composed(in, out)"
+    parts = {"rule": {"score": 1.0, "acc": 1}, "length": {"score": 6.0}}
+    assert alone.reward == {"score": 7.0, "branches": parts, "acc": True}
+    assert weighted.reward == alone.reward | {"score": 3.5}
+    assert several.reward["score"] == 4.0 and several.reward["branches"][name] == alone.reward
+    assert weighted.data_source == {name: 0.5}
+    assert isinstance(config.build(), Judger) and config.build().get_judger_name() == f"composed({name}, style)"
     assert "doubling" in config.model_dump_json()
+
+
+def test_a_composed_branch_merges_by_its_own_function(sample):
+    def least(state, rewards):
+        assert state.data_source == {"a": 1.0, "b": 1.0}
+        state.reward = {"score": min(reward["score"] for reward in rewards.values())}
+        return state
+
+    inner = ComposedJudgerConfig(branches={"a": giving(3.0), "b": giving(2.0)}, merge_fn=least)
+    middle = ComposedJudgerConfig(branches={"whole": inner, "bad": giving(KeyError("k"))})
+    good, bad = judge(
+        ComposedJudgerConfig(branches={"inner": inner, "middle": middle}),
+        sample(data_source={"inner": 0.5}),
+        sample(data_source="middle"),
+    )
+    assert good.reward == {"score": 1.0}
+    assert bad.judge_error.startswith("branch 'middle': branch 'bad': KeyError: 'k'")
 
 
 def test_aborted_samples_pass(sample):

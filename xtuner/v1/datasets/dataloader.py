@@ -51,6 +51,11 @@ class PromptDataloader:
         return set().union(*(dataset.judger_names for dataset in self._datasets))
 
     @property
+    def weighted_row(self) -> str | None:
+        """"file:line" of the first row that names several judgers, or one with a weight other than 1."""
+        return next((dataset.weighted_row for dataset in self._datasets if dataset.weighted_row), None)
+
+    @property
     def prompt_lengths(self) -> np.ndarray:
         """Tokens of each prompt in the order of the data, int64 [len(self)]."""
         return np.concatenate([dataset.prompt_lengths for dataset in self._datasets])

@@ -28,6 +28,9 @@ class JsonlDataset:
         self.name = name
         self.num_dropped = sum(index.notes.num_bad for index in indexes)
         self.judger_names = {judger for index in indexes for judger in index.notes.judger_names}
+        weighted = ((file, index.notes.first_weighted_line) for file, index in indexed)
+        self.weighted_row = next((f"{file.path}:{line}" for file, line in weighted if line), None)
+        """"file:line" of the first row that names several judgers, or one with a weight other than 1."""
         self._files = files
         self._tokenize_fn = tokenize_fn
         self._offsets, self._line_numbers, self._num_tokens, self._largest_ids = (

@@ -34,6 +34,8 @@ class RowNotes:
     """Rows that bring a system message of their own."""
     judger_names: list[str] = field(default_factory=list)
     """Every judger that a row names, after `data_judger_mapping`."""
+    first_weighted_line: int = 0
+    """Of a row that names several judgers, or one with a weight other than 1; 0 if none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def _check(line: Line, tokenize_fn: RLTextTokenizeFn, notes: RowNotes) -> str:
     text = tokenize_fn.render(tokenize_fn.messages(record))
     notes.num_own_system += tokenize_fn.has_system(record)
     notes.judger_names += [name for name in record.data_source if name not in notes.judger_names]
+    if list(record.data_source.values()) != [1.0]:
+        notes.first_weighted_line = notes.first_weighted_line or line.number
     if tokenize_fn.has_control_token(record):
         notes.num_control_text += 1
         notes.first_control_line = notes.first_control_line or line.number

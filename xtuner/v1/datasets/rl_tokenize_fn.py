@@ -24,6 +24,9 @@ _RESERVED_KWARGS = frozenset(
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask".split()
 )
 
+# Names in a sample's `extra_fields` that are read as the prompt's, the engine's or the agent loop's own.
+_RESERVED_FIELDS = frozenset("raw_prompt origin_data_source top_logprobs tool_turns".split())
+
 
 class RLTextTokenizeFnConfig(XTunerConfig):
     """How a row's chat messages become prompt tokens.
@@ -49,7 +52,7 @@ class RLTextTokenizeFnConfig(XTunerConfig):
     default."""
     data_judger_mapping: dict[str, str | dict[str, float]] | None = Field(None, min_length=1)
     """Judger, or weight of each judger, for each `data_source` of the rows. A `data_source` without an entry
-    is an error. None: `data_source` names the judger itself."""
+    is an error. For a judger that reads them (`ComposedJudgerConfig`). None: `data_source` names the judger itself."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
     require_ground_truth: bool = True
@@ -123,8 +126,8 @@ class RLTextTokenizeFn:
     def parse(self, row: dict[str, Any]) -> Record:
         """Check a row and find its judgers."""
         record = parse_record(row, self.config.require_ground_truth)
-        if taken := {"raw_prompt", "origin_data_source"} & record.extra_info.keys():
-            raise RowError(f"extra_info.{min(taken)}", "this name is taken by the prompt's own; rename it.")
+        if taken := _RESERVED_FIELDS & record.extra_info.keys():
+            raise RowError(f"extra_info.{min(taken)}", "this name is taken by the sample's own; rename it.")
         if self.config.data_judger_mapping is None:
             return record
         return replace(record, data_source=_judgers(record.data_source, self.config.data_judger_mapping))

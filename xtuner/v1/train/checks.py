@@ -133,12 +133,14 @@ def _check_continued(cfg: "RLColocateTrainerConfig", steps: int, samplers: dict[
 def measured_problems(
     cfg: "RLColocateTrainerConfig", manager: AgentLoopManagerConfig, samplers: list[Sampler]
 ) -> list[str]:
-    """What the prompts' tokens tell: ids that the model does not have, and in training tasks without a `max_length`
-    prompts that are too long. An evaluation cuts and counts responses that the context cannot hold."""
+    """What the rows tell: ids that the model does not have, and in training tasks too long prompts that no `max_length`
+    leaves out. An evaluation cuts and counts responses that the context cannot hold. Weights of judges that nobody
+    reads are a warning."""
     problems, training = [], manager is cfg.agent_loop_manager_cfg
     for task, sampler in zip(manager.task_list(), samplers, strict=True):
         if training and task.weight == 0:
             continue
+        _warn_of_weights(task, sampler)
         largest, place = sampler.dataloader.largest_id
         if largest >= (size := cfg.train_worker_cfg.model_cfg.vocab_size):
             problems.append(
@@ -149,6 +151,15 @@ def measured_problems(
             longest = int(sampler.dataloader.prompt_lengths.max())
             problems += _length_problems(cfg, "agent_loop_manager_cfg", task, longest)
     return problems
+
+
+def _warn_of_weights(task: TaskSpecConfig, sampler: Sampler) -> None:
+    if (place := sampler.dataloader.weighted_row) and not _reads_data_source(task):
+        get_logger().warning(
+            f"{place}: data_source names several judgers or a weight other than 1, which judger_config of task "
+            f"{task.task_name!r} does not read: {type(task.judger_config).__name__} judges all rows, without weight. "
+            "Give a ComposedJudgerConfig, or one name a row."
+        )
 
 
 def warn_of_repeated_prompts(cfg: "RLColocateTrainerConfig", prompts: int) -> None:
@@ -347,11 +358,24 @@ def _check_task(cfg: "RLColocateTrainerConfig", manager: str, task: TaskSpecConf
             f"{where}: the tokenize function's require_ground_truth=False lets rows without a label in, but "
             "judger_config compares with the label; leave require_ground_truth out."
         )
+    if any(d["tokenize_fn"].data_judger_mapping for d in datasets) and not _reads_data_source(task):
+        problems.append(
+            f"{where}: the tokenize function's data_judger_mapping has no effect: {type(judger).__name__} reads no "
+            "data_source. Leave it out, or give a ComposedJudgerConfig with these judgers as branches."
+        )
     if type(task.agent_loop_config) is not SingleTurnAgentLoopConfig:
         return problems  # a loop of the user's own may set the reward itself, and read what it likes
     if task.judger_config is None:
         problems.append(f"{where}: judger_config is None: nothing would give a reward.")
     return problems + _check_checkpoint_of_loop(cfg, where, task.agent_loop_config.hf_checkpoint)
+
+
+def _reads_data_source(task: TaskSpecConfig) -> bool:
+    """Whether judgers named in the data, and their weights, may have an effect. A loop of the user's own may read them
+    itself."""
+    if task.judger_config is None or type(task.agent_loop_config) is not SingleTurnAgentLoopConfig:
+        return True
+    return task.judger_config.reads_data_source
 
 
 def _check_checkpoint_of_loop(cfg: "RLColocateTrainerConfig", where: str, folder: str | Path) -> list[str]:
@@ -381,7 +405,8 @@ def _length_problems(
 ) -> list[str]:
     """Prompt and response must fit into the context and, where they are trained on, into a pack.
 
-    measured: tokens of the longest prompt, where no `max_length` bounds them. None: not known yet, at least 1.
+    measured: tokens of the longest prompt, where no `max_length` bounds them or `disable_filter` keeps longer ones.
+    None: not known yet, at least 1.
     """
     problems, where = [], f"{manager}.{task.task_name}"
     response, context = task.agent_loop_config.sample_params.max_tokens, cfg.rollout_config.context_length
@@ -390,7 +415,8 @@ def _length_problems(
     longest = limit or measured or 1
     prompt = f"prompt max_length={limit}" if limit else f"longest prompt={measured}" if measured else "prompt of 1"
     shorter = "max_length or max_tokens" if limit else "max_tokens"
-    shorter += ", or set the tokenize function's max_length" if measured else ""
+    left_out = ", or leave longer prompts out (the tokenize function's max_length, disable_filter=False)"
+    shorter += left_out if measured else ""
     if longest + response > (context or longest_of_model):
         text = (
             f"rollout_config.context_length={context}; raise it"
@@ -450,6 +476,7 @@ def _check_training_task(cfg: "RLColocateTrainerConfig", task: TaskSpecConfig) -
 
 
 def _prompt_limit(task: TaskSpecConfig) -> int:
-    """Limit of the task's prompts in tokens; 0 if one has none."""
-    limits = [item["tokenize_fn"].max_length for item in task.sampler_config.dataloader_cfg.dataset_config_list or []]
+    """Limit of the task's prompts in tokens; 0 if one dataset has none, or keeps what is longer."""
+    datasets = task.sampler_config.dataloader_cfg.dataset_config_list or []
+    limits = [None if item["dataset"].disable_filter else item["tokenize_fn"].max_length for item in datasets]
     return max((limit for limit in limits if limit), default=0) if all(limits) else 0

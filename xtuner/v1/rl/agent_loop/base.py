@@ -60,7 +60,7 @@ class AgentLoop(ABC):
 
     async def generate_group(self, states: list[RolloutState]) -> list[RolloutState]:
         """All members at once, in the order of `states`. Completed ones end with a score or `judge_error`. Where a
-        subclass writes it anew, each one that it is given must come back, once."""
+        subclass writes it anew, each one that it is given must come back, once, and no other."""
         for state in states:
             state.sample_params = self.sample_params
         group = await run_all(self._generate_one(state) for state in states)
@@ -120,18 +120,19 @@ class AgentLoop(ABC):
 
 
 async def generate_all(loop: AgentLoop, states: list[RolloutState]) -> list[RolloutState]:
-    """`loop.generate_group`. One that is not the base's may lose samples, which would then count nowhere.
+    """`loop.generate_group`. One that is not the base's may lose samples, which would then count nowhere, or add some,
+    whose ids would be those of others.
 
     Raises:
-        RuntimeError: a sample is missing, or is there twice.
+        RuntimeError: a sample is missing, is there twice, or was not given.
     """
     given, task = _ids(states), states[0].task_name
     group = await loop.generate_group(states)
-    found = Counter(_ids(group))
-    if wrong := [i for i in given if found[i] == 0] + [i for i, count in found.items() if count > 1]:
+    expected, found = Counter(given), Counter(_ids(group))
+    if wrong := [i for i in expected | found if found[i] != expected[i]]:
         raise RuntimeError(
             f"task {task!r}: generate_group returned the rollouts {_ids(group)} for {given}; each must be there once "
-            f"({wrong} are not), one that went wrong as FAILED."
+            f"and no other ({wrong} are not so), one that went wrong as FAILED."
         )
     return group
 

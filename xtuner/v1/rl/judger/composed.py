@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -26,6 +26,8 @@ class ComposedJudger(Judger):
     (weights are in `state.data_source`); without `merge_fn` the score is the sum of weight * score, and the
     branches' rewards stand under `branches`; `acc` is True if all branches of positive weight that give one find the
     answer right. If a branch cannot judge, the sample has a judge error.
+
+    A branch that is composed itself is one judge like others: it is asked with all of its own branches, weight 1 each.
     """
 
     def __init__(self, branches: Mapping[str, Judger], merge_fn: MergeFn | None = None):
@@ -39,7 +41,7 @@ class ComposedJudger(Judger):
         return f"composed({', '.join(self.branches)})"
 
     def preprocess(self, state: RolloutState) -> dict[str, Any]:
-        return {name: self.branches[name].preprocess(state) for name in self._weights(state)}
+        return {name: self.branches[name].preprocess(self._seen_by(name, state)) for name in self._weights(state)}
 
     async def judge_payload(self, payload: dict[str, Any]) -> dict[str, Any]:
         jobs = (self.branches[name].judge_payload(part) for name, part in payload.items())
@@ -71,11 +73,18 @@ class ComposedJudger(Judger):
         return state
 
     def _reward(self, name: str, state: RolloutState, output: Any) -> dict[str, Any]:
-        """What branch `name` makes of its output, on a copy: branches do not see each other."""
+        """What branch `name` makes of its output."""
         try:
-            return reward_from(self.branches[name].postprocess(state.model_copy(), output).reward)
+            return reward_from(self.branches[name].postprocess(self._seen_by(name, state), output).reward)
         except Exception as error:
             raise JudgeError(f"branch {name!r}: {describe(error)}") from error
+
+    def _seen_by(self, name: str, state: RolloutState) -> RolloutState:
+        """A copy for branch `name`: branches do not see each other, and a composed one is asked as a whole."""
+        branch = self.branches[name]
+        if not isinstance(branch, ComposedJudger):
+            return state.model_copy()
+        return state.model_copy(update={"data_source": dict.fromkeys(branch.branches, 1.0)})
 
     def _weights(self, state: RolloutState) -> dict[str, float]:
         source = state.data_source
@@ -95,7 +104,8 @@ class ComposedJudgerConfig(XTunerConfig):
     """Several judgers, chosen for each sample by its `data_source`. Semantics: `ComposedJudger`."""
 
     branches: dict[str, SerializeAsAny[JudgerConfig] | "ComposedJudgerConfig"] = Field(min_length=1)
-    """Judger of each data source. The names must equal those in the data."""
+    """Judger of each data source. The names must equal those in the data. One that is composed itself judges with all
+    of its own branches, weight 1 each; the data do not name these."""
     merge_fn: MergeFn | None = Field(None, exclude=True)
     """`fn(state, {branch: reward})`, returns the state with `reward` set; asked where a sample names several branches.
     None: the sum of weight * score."""
@@ -112,11 +122,21 @@ class ComposedJudgerConfig(XTunerConfig):
             raise ValueError(f"merge_fn is called as merge_fn(state, {{branch: reward}}): {error}.") from None
         return self
 
+    reads_data_source: ClassVar[bool] = True
+    """Whether a sample's `data_source` may change its reward."""
+
     @property
     def needs_label(self) -> bool:
         """Whether a sample without a label is sure to be a judge error, whatever its data source."""
-        return all(branch.needs_label for branch in self.branches.values())
+        return all(map(_needs_label, self.branches.values()))
 
     def build(self, launcher: Launcher | None = None) -> ComposedJudger:
         """Builds every branch, each in the processes that its own `cpu_resources` asks for."""
         return ComposedJudger({n: c.build(launcher) for n, c in self.branches.items()}, self.merge_fn)
+
+
+def _needs_label(branch: JudgerConfig | ComposedJudgerConfig) -> bool:
+    """The same of a branch; a composed one is asked with all of its own."""
+    if isinstance(branch, ComposedJudgerConfig):
+        return any(map(_needs_label, branch.branches.values()))
+    return branch.needs_label

@@ -75,6 +75,11 @@ class JudgerConfig(XTunerConfig):
                 raise ValueError(f"{where} is no URL, so {name} has no effect: remove it.")
         return self
 
+    @property
+    def reads_data_source(self) -> bool:
+        """Whether a sample's `data_source` may change its reward. Functions and services are not told of it."""
+        return type(self).build_local is not JudgerConfig.build_local
+
     def build_local(self) -> Judger:
         """The judger in this process. Override it for a `Judger` of your own."""
         assert self.reward_handler is not None

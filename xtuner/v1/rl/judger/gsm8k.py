@@ -161,5 +161,9 @@ class GSM8KJudgerConfig(JudgerConfig):
             )
         return self
 
+    @property
+    def reads_data_source(self) -> bool:
+        return type(self).build_local is not GSM8KJudgerConfig.build_local
+
     def build_local(self) -> NativeJudger:
         return NativeJudger(self.judger_name, score_gsm8k, self.extra_info, inline=True)
