@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from xtuner.v1.ops.expert_order import ExpertOrder, combine_tokens, reorder, spread_tokens
-from xtuner.v1.ops.grouped_mm import grouped_mm
+from xtuner.v1.ops.grouped_mm import grouped_mm, waits_for_device
 
 
 def _ends(sizes: list[int]) -> torch.Tensor:
@@ -60,3 +61,19 @@ def test_reorder_and_back_is_the_identity() -> None:
     seed = torch.randn(9, 3)
     back.backward(seed)
     assert torch.equal(back, x) and torch.equal(x.grad, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [32, 36])
+def test_what_waits_for_the_device_is_known_beforehand(dtype, width):
+    """On Hopper; what waits cannot be captured."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(*shape, device="cuda", dtype=dtype) for shape in ((8, 16), (4, width, 16)))
+        ends = torch.empty(4, device="cuda", dtype=torch.int32)
+        try:
+            grouped_mm(x, weight, ends)
+            waits = False
+        except DataDependentOutputException:
+            waits = True
+    assert waits_for_device(dtype, (16, width), (9, 0)) == waits
+    assert waits_for_device(dtype, (16, width), (8, 0)), "torch goes expert by expert there"

@@ -28,7 +28,19 @@ def reference_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([F.linear(rows, matrix) for rows, matrix in parts])
 
 
+def waits_for_device(dtype: torch.dtype, widths: tuple[int, int], capability: tuple[int, int]) -> bool:
+    """Whether `grouped_mm` by matrices of these widths needs the sizes on the host, which a captured graph cannot have.
+
+    capability: of a CUDA device, as `torch.cuda.get_device_capability` says it. PyTorch has a kernel of its own for
+    Hopper and Blackwell of data centres; elsewhere `F.grouped_mm` goes expert by expert too.
+    """
+    return not _fits(dtype, widths) or capability[0] not in (9, 10)
+
+
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    # Rows begin at multiples of 16 bytes, and at least one is there.
-    fits = x.shape[0] > 0 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and fits
+    return x.is_cuda and x.shape[0] > 0 and _fits(x.dtype, (weight.shape[1], weight.shape[2]))
+
+
+def _fits(dtype: torch.dtype, widths: tuple[int, int]) -> bool:
+    # Rows begin at multiples of 16 bytes.
+    return dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and all(width % 8 == 0 for width in widths)

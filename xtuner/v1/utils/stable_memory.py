@@ -83,7 +83,8 @@ class StableMemory:
                 "cuMemMap", self._address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
             )
             self.mapped = size
-            self._finalizer = weakref.finalize(self, _unmap, self._address, size)
+            self._finalizer = weakref.finalize(self, _unmap, self._device, self._address, size)
+            self._finalizer.atexit = False  # the process ends, and its memory with it
             access = _Access(self._location, _READ_WRITE)
             driver_call(
                 "cuMemSetAccess", self._address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
@@ -95,7 +96,6 @@ class StableMemory:
     def unmap(self) -> None:
         """Give the memory back. Tensors of it must not be used until the next `map`."""
         if self._finalizer is not None and self.mapped:
-            torch.cuda.synchronize(self._device)
             self._finalizer()
             self.mapped = 0
 
@@ -103,7 +103,8 @@ class StableMemory:
         return -(-num_bytes // self._granularity) * self._granularity
 
 
-def _unmap(address: ctypes.c_uint64, size: int) -> None:
+def _unmap(device: torch.device, address: ctypes.c_uint64, size: int) -> None:
+    torch.cuda.synchronize(device)  # the driver does not always wait for who still reads it
     driver_call("cuMemUnmap", address, ctypes.c_size_t(size))
 
 

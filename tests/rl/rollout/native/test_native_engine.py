@@ -316,6 +316,9 @@ def test_stop_strings_without_a_tokenizer_are_refused_not_ignored(model_path):
         ([7], {"no_stop_trim": False}, ["no_stop_trim"]),
         ([7], {"stops": [""]}, ["stops", "empty"]),
         ([7], {"stop_token_ids": [9, 99]}, ["stop_token_ids", "99"]),
+        ([3], {"frequency_penalty": 1e39}, ["frequency_penalty=1e+39", "0 leaves it out"]),
+        ([3], {"repetition_penalty": 1e-46}, ["repetition_penalty=1e-46", "1 leaves it out"]),
+        ([3], {"temperature": 1e46}, ["temperature=1e+46", "lower it"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once_with_the_reason(engine, ids, params, words):

@@ -26,6 +26,24 @@ def _outcome(outputs):
     return [(o.token_ids, o.logprobs) for o in outputs]
 
 
+def test_a_stopped_engine_keeps_nothing_alive(model_path):
+    """On a GPU its graphs and their memory would wait for the garbage collector."""
+    engine = started(model_path)
+    run(engine, request(1))
+    runner = weakref.ref(engine._runner)
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(engine.stop())
+        assert runner() is None
+    finally:
+        gc.enable()
+    asyncio.run(engine.stop())
+    assert engine.statistics() == {} and not asyncio.run(engine.health())
+    asyncio.run(engine.start())
+    assert run(engine, request(1))[0].error is None
+
+
 def test_an_update_makes_the_engine_the_other_model(model_path, other_path, engine):
     requests = [request(i) for i in range(4)]
     old = run(engine, *requests)

@@ -211,6 +211,12 @@ def test_bytes_that_are_no_character_do_not_hide_a_later_stop():
     assert found.index(True) == len(found) - 1
 
 
+def test_a_stop_string_is_found_in_a_token_that_also_begins_a_character():
+    tokens = [b"a", b". \xf0\x9f", b"\x98\x80", b". \xf0", b"x"]
+    watcher = StopStrings([". "], lambda ids: b"".join(tokens[i] for i in ids).decode("utf-8", errors="replace"))
+    assert [watcher.push(i) for i in range(len(tokens))] == [False, True, False, True, False]
+
+
 def test_a_stop_string_that_passed_is_not_found_again():
     watcher = StopStrings(["a", "longer one"], _utf8)
     assert [watcher.push(b) for b in b"xabcd"] == [False, True, False, False, False]

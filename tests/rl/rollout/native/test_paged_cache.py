@@ -148,6 +148,14 @@ def test_copy_copies_all_layers_of_a_page():
     assert (cache.keys(0)[2] == 1.5).all() and (cache.values(1)[2] == 2.5).all()
 
 
+def test_many_pages_are_copied_some_at_a_time():
+    """Siblings that come in together want a copy each of the page in which their prompt ends."""
+    cache = make_cache(200)
+    cache.keys(0)[:100] = torch.arange(100.0)[:, None, None, None]
+    cache.copy(np.stack([np.arange(100), np.arange(199, 99, -1)], 1))
+    assert (cache.keys(0)[100:, 0, 0, 0] == torch.arange(99.0, -1, -1)).all()
+
+
 def test_growth_takes_pages_only_at_their_borders_and_says_when_there_are_none():
     cache = make_cache(4)
     come_in(cache, ids_of(0, PAGE - 1)), come_in(cache, ids_of(1, 5))

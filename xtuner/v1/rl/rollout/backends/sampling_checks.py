@@ -11,6 +11,8 @@ _GREEDY_BELOW = 1e-5
 _MOST_ALTERNATIVES = 20
 """Of served engines."""
 _VLLM_LEAST_TEMPERATURE = 0.01
+_EXTREME = 1e4
+"""Of a factor, its inverse or a penalty: far beyond, float32 logits become infinite, which would end every request."""
 _SGLANG_DETERMINISTIC = "enable_deterministic_inference"
 
 
@@ -35,6 +37,20 @@ def refusal(p: SampleParams, engine: str, arguments: Mapping[str, Any], vocabula
         return "sample_params.no_stop_trim=False: the stop token is kept, and trained; set True."
     own = OWN_REFUSALS.get(engine)
     return own(p, arguments) if own is not None else None
+
+
+def _of_native(p: SampleParams, arguments: Mapping[str, Any]) -> str | None:
+    if p.temperature > _EXTREME:
+        return f"sample_params.temperature={p.temperature}: above {_EXTREME:g} all tokens are alike; lower it."
+    if not 1 / _EXTREME <= p.repetition_penalty <= _EXTREME:
+        return (
+            f"sample_params.repetition_penalty={p.repetition_penalty} is not within {1 / _EXTREME:g} and {_EXTREME:g}; "
+            "1 leaves it out."
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        if abs(value := getattr(p, name)) > _EXTREME:
+            return f"sample_params.{name}={value} is not within -{_EXTREME:g} and {_EXTREME:g}; 0 leaves it out."
+    return None
 
 
 def _of_sglang(p: SampleParams, arguments: Mapping[str, Any]) -> str | None:
@@ -75,6 +91,6 @@ def _of_vllm(p: SampleParams, arguments: Mapping[str, Any]) -> str | None:
 
 
 OWN_REFUSALS: dict[str, Callable[[SampleParams, Mapping[str, Any]], str | None]] = {
-    "sglang": _of_sglang, "lmdeploy": _of_lmdeploy, "vllm": _of_vllm,
+    "native": _of_native, "sglang": _of_sglang, "lmdeploy": _of_lmdeploy, "vllm": _of_vllm,
 }  # fmt: skip
 """What only this engine does in another way."""

@@ -164,6 +164,7 @@ class NativeEngine(ReadableWeights):
         self._cache.free()
         self._drop_weights()
         self._obstacle = {"start": "the engine was stopped."}
+        del self._runner  # with its graphs and their memory: now, not when garbage is collected
 
     def statistics(self) -> dict[str, int]:
         """See `CountsWork`."""
@@ -194,12 +195,12 @@ class NativeEngine(ReadableWeights):
             torch.cuda.empty_cache()
 
     async def wake(self, tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")) -> None:
-        if "weights" in tags and "weights" in self._obstacle:
+        woke = [tag for tag in tags if tag in self._obstacle]
+        if "weights" in woke:
             self._weights.restore()
-            del self._obstacle["weights"]
-        if "kv_cache" in tags and "kv_cache" in self._obstacle:
-            del self._obstacle["kv_cache"]
-            self._set_cache_budget()
+        self._obstacle = {what: why for what, why in self._obstacle.items() if what not in woke}
+        if woke and not self._obstacle.keys() & {"start", "kv_cache"}:
+            self._set_cache_budget()  # of the weights too, if they woke behind the cache
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._refuse_in_flight("update_weights")
@@ -213,7 +214,7 @@ class NativeEngine(ReadableWeights):
         self.version = version
 
     async def reset_prefix_cache(self) -> None:
-        """Every prompt from now on goes through the model whole."""
+        """Prompts from now on find nothing of those before, but for what answers under way leave behind."""
         if "start" not in self._obstacle:
             self._cache.forget()
 

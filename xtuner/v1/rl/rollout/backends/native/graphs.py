@@ -5,9 +5,29 @@ from typing import TypeVar
 
 import torch
 
+from xtuner.v1.model.dense import DecoderModel
+from xtuner.v1.model.moe_config import MoEModelConfig
+from xtuner.v1.ops.grouped_mm import waits_for_device
+from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.device import no_garbage_collection
 
 T = TypeVar("T")
+
+
+def can_be_captured(model: DecoderModel, capability: tuple[int, int]) -> bool:
+    """Whether the model's forward never waits for a device of this compute capability; a warning if it does."""
+    config, dtype = model.config, next(model.parameters()).dtype
+    if model.exact or not isinstance(config, MoEModelConfig):
+        return True
+    widths = config.hidden_size, config.moe_intermediate_size
+    if not waits_for_device(dtype, widths, capability):
+        return True
+    get_logger().warning(
+        f"native engine: no CUDA graphs, which makes short steps slow: experts of {widths[0]} x {widths[1]} in {dtype} "
+        f"have no kernel of their own on a device of compute capability {'.'.join(map(str, capability))}; bfloat16 has "
+        "one on 9.x and 10.x, for widths that are multiples of 8."
+    )
+    return False
 
 
 def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] | None) -> Callable[[], T]:

@@ -20,6 +20,9 @@ PAGE = 64
 MEMBERS = 8
 """Sequences that read their common pages at once: with two query heads a head of keys they fill a tile."""
 
+_COPIED = 32
+"""Pages that are copied at once: they are in memory twice."""
+
 
 class PagedCache(Cache):
     """Slot b holds the sequence whose pages `tables[b]` names. Equal prompts share all pages that are full.
@@ -267,10 +270,11 @@ class PagedCache(Cache):
 
     @torch.inference_mode()
     def copy(self, pairs: np.ndarray) -> None:
-        """Copy pages, int64 [C, 2] from and to."""
+        """Copy pages, int64 [C, 2] from and to. No page is both."""
         if len(pairs) and self._pool is not None:
-            sources, targets = put(pairs, self.device).unbind(1)
-            self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
+            for part in put(pairs, self.device).split(_COPIED):
+                sources, targets = part.unbind(1)
+                self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
 
     # ---- pages ----
 

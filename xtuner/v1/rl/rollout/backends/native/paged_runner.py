@@ -17,7 +17,7 @@ from xtuner.v1.ops.sampling import MAX_ALTERNATIVES, Drawn
 
 from .cache import Prompt
 from .draw_state import DrawState
-from .graphs import captured
+from .graphs import can_be_captured, captured
 from .paged_cache import MEMBERS, PAGE, PagedCache, pages_of
 from .paged_contexts import PagedChunks, PagedContext, PagedDecode, PagedPrefill
 from .prefill_graphs import PrefillGraphs, rows_of
@@ -84,7 +84,9 @@ class PagedRunner:
         self.model, self.cache = model, cache
         on_cuda = cache.device.type == "cuda"
         self._draws_on_device = on_cuda
-        self._use_graphs = use_graphs and on_cuda
+        self._use_graphs = (
+            use_graphs and on_cuda and can_be_captured(model, torch.cuda.get_device_capability(cache.device))
+        )
         self._prefills = PrefillGraphs(cache, model.exact)
         self._sizes = batch_sizes(cache.max_slots)
         self._renew_state(num_stop_ids=1, penalties=False)
