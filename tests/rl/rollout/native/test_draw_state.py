@@ -84,3 +84,11 @@ def test_empty_slots_have_length_0_and_end_ids_are_padded_with_one_of_them():
     assert state._columns["stop_ids"].tolist() == [[2, 3, 3, 3], [4, 4, 4, 4], [5, 6, 6, 6]]
     state.load(table([1], [2], [5]), tokens[:1], np.array([[4, 4]]))
     assert state.lengths.tolist() == [5, 0, 0]
+
+
+def test_columns_begin_alike_whatever_the_number_of_slots():
+    """Kernels are compiled for how their arguments are aligned."""
+    for slots in range(1, 40):
+        state = DrawState(slots, VOCAB, 3, torch.device("cpu"))
+        begin = state._device_bytes.data_ptr()
+        assert all((column.data_ptr() - begin) % 16 == 0 for column in state._columns.values())

@@ -15,7 +15,8 @@ _COLUMNS = {
     "log_min_p": torch.float32, "repetition": torch.float32, "presence": torch.float32, "frequency": torch.float32,
     "greedy": torch.bool, "truncated": torch.bool, "penalised": torch.bool,
 }  # fmt: skip
-"""Wide ones first, so that each begins where its type may."""
+_ALIGNMENT = 16
+"""Bytes. A kernel is compiled anew for a column that begins elsewhere."""
 
 
 class DrawState:
@@ -31,8 +32,9 @@ class DrawState:
         self._exact = exact
         shapes = {"stop_ids": (torch.int64, num_stop_ids)} | {name: (kind, 1) for name, kind in _COLUMNS.items()}
         self._slots, self._shapes = slots, shapes
-        size = sum(slots * width * kind.itemsize for kind, width in shapes.values())
-        self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._sizes = [slots * width * kind.itemsize for kind, width in shapes.values()]
+        self._places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        self._device_bytes = torch.zeros(sum(self._places), dtype=torch.uint8, device=device)
         self._columns = self._cut(self._device_bytes)
         self.tokens, self.lengths = self._columns["tokens"], self._columns["length"]
         """Last token of each slot and tokens so far; 0: the slot is empty."""
@@ -52,9 +54,10 @@ class DrawState:
 
     def _cut(self, memory: Tensor) -> dict[str, Tensor]:
         """Columns of uint8 [size], views."""
-        sizes = [self._slots * width * kind.itemsize for kind, width in self._shapes.values()]
-        parts = zip(memory.split(sizes), self._shapes.items(), strict=True)
-        columns = {name: part.view(kind).view(self._slots, width) for part, (name, (kind, width)) in parts}
+        parts = zip(memory.split(self._places), self._sizes, self._shapes.items(), strict=True)
+        columns = {
+            name: part[:size].view(kind).view(self._slots, width) for part, size, (name, (kind, width)) in parts
+        }
         return {name: column if name == "stop_ids" else column[:, 0] for name, column in columns.items()}
 
     def load(self, rows: np.ndarray, tokens: np.ndarray, stop_ids: np.ndarray, ahead: int = 0) -> None:
