@@ -24,7 +24,7 @@ from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_gar
 from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
-from .checkpoints import expect_files, read_state, refuse_done, restore_rng, saving, write_state
+from .checkpoints import read_state, refuse_done, restore_rng
 from .checks import epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
@@ -33,8 +33,9 @@ from .progress import Progress, StepTimer
 from .resolved import resolved_config, resolved_worker
 from .resume import resume_hint
 from .rl_trainer import LoadCheckpointConfig
-from .run_log import MetricWriter, clean, open_writer, write_trajectories
+from .run_log import MetricWriter, open_writer, write_trajectories
 from .sample_warnings import SampleWarnings
+from .saves import save
 from .step_metrics import Throughput, training_metrics
 from .tokenizer import load_tokenizer
 
@@ -124,7 +125,7 @@ class RLColocateTrainer:
         metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results) | compared
         metrics |= {"rollout/model_step": float(self.model_step)} | self.log_training(step, batch.groups, results)
         with timer("save_ckpt"):
-            await self._save(step, last, metrics)
+            await save(self, step, last, metrics)
         if evaluating or not last:
             with timer("sync_weight" if syncing else "switch_to_rollout"):
                 await self._to_rollout(step if syncing else None)
@@ -272,35 +273,6 @@ class RLColocateTrainer:
         groups = [[state] for state in result.states]
         write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups, unscored=0.0)
         return {f"eval/{k}": v for k, v in result.metrics.items()}
-
-    async def _save(self, step: int, last: bool, metrics: dict[str, float]) -> None:
-        """Export and checkpoint, each complete or not there.
-
-        The export comes first and the checkpoint carries the metrics: who resumes from it lacks nothing.
-        """
-        cfg = self.cfg
-        assert self.experiment is not None
-        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or (cfg.hf_interval or -1) > 0)):
-            final = self.run_dir / "hf" / f"hf-step-{step}"
-            with saving(final) as part:
-                await self.on_workers("save_hf", str(part), str(self.export_dtype))
-                expect_files(part, "**/*.safetensors", 1)
-                if not Path(cfg.tokenizer_path).samefile(cfg.load_from):
-                    self.tokenizer.save_pretrained(part)
-            self.experiment.saved(final, cfg.hf_max_keep)
-        if _is_due(cfg.checkpoint_interval, step):
-            final = self.run_dir / "checkpoints" / f"ckpt-step-{step}"
-            buffer = None if cfg.checkpoint_no_save_replay_buffer else self.replay_buffer.state_dict()
-            with saving(final) as part:
-                await self.on_workers("save_checkpoint", str(part / "weights"), not cfg.checkpoint_no_save_optimizer)
-                expect_files(part / "weights", "rank-*.safetensors", self.world_size)
-                state = {
-                    "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
-                    "manager": self.manager.state_dict(), "replay_buffer": buffer,
-                    "schedule_from": self.schedule_from,
-                }  # fmt: skip
-                write_state(part, state)
-            self.experiment.saved(final, cfg.checkpoint_maxkeep)
 
     # ---------------------------------------------------------------- logging
 
@@ -494,7 +466,3 @@ class RLColocateTrainer:
             for part in (self.experiment, self.writer, self.progress):
                 if part is not None:
                     last_first.callback(part.close)
-
-
-def _is_due(interval: int | None, step: int) -> bool:
-    return interval is not None and interval > 0 and step % interval == 0
