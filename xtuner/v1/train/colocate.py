@@ -337,6 +337,8 @@ class RLColocateTrainer:
         self.rng: str | None = None
         self.schedule_from = 0
         """The step behind which the learning-rate schedule begins."""
+        self.warmup_of = self.total_steps
+        """The train steps that were to be made when it began: the warm-up is a share of them."""
         self.first_step = 0
         """Whose weights this run began with."""
         self.unlogged: dict[str, float] | None = {}
@@ -402,6 +404,9 @@ class RLColocateTrainer:
         self.cur_step = self.model_step = state["cur_step"]
         self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
+        self.warmup_of = self.total_steps - self.schedule_from
+        if load.load_scheduler:  # what was warmed up stays so, however long the run becomes
+            self.warmup_of = state.get("warmup_of", self.warmup_of)
         if self.experiment.resumed:
             behind = self.experiment.last_step < self.cur_step
             self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
@@ -425,22 +430,23 @@ class RLColocateTrainer:
         assert self.experiment is not None
         cfg, worker = self.cfg, resolved_worker(self.cfg, self.experiment.logs)
         self.export_dtype = checkpoint_dtype(cfg.load_from)
-        exact, excuse = is_exact(cfg), gap_excuse(cfg)
+        updates, exact, excuse = worker.optimizer_steps, is_exact(cfg), gap_excuse(cfg)
         if exact and excuse:
             logger.warning(f"exact mode: log-probs of engine and trainer are not compared to the bit, as {excuse}.")
         self.workers = [
             self.launcher.spawn_on(
                 rank, f"train_{rank}", TrainingWorker, worker, rank=rank, world_size=self.world_size,
                 accelerator=cfg.resources.accelerator, seed=worker.seed, deterministic=cfg.deterministic, exact=exact,
-                equal_logprobs=exact and excuse is None,
-                total_optimizer_steps=(self.total_steps - self.schedule_from) * worker.optimizer_steps,
+                equal_logprobs=exact and excuse is None, schedule_from=self.schedule_from,
+                total_optimizer_steps=(self.total_steps - self.schedule_from) * updates,
+                warmup_of=self.warmup_of * updates,
             )
             for rank in range(self.world_size)
         ]  # fmt: skip
         await self.on_workers("setup", *self.launcher.rendezvous())
         if load.checkpoint_path is not None:
             weights = str(Path(load.checkpoint_path) / "weights")
-            await self.on_workers("load_checkpoint", weights, load.load_optimizer_states, load.load_scheduler)
+            await self.on_workers("load_checkpoint", weights, load.load_optimizer_states)
         await self.on_workers("offload")
 
     async def on_workers(self, method: str, *args: Any) -> list[Any]:

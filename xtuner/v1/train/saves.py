@@ -45,6 +45,7 @@ async def _checkpoint(run: "RLColocateTrainer", step: int, metrics: dict[str, fl
         state = {
             "cur_step": step, "optimizer_updates": run.updates, "metrics": clean(metrics),
             "manager": run.manager.state_dict(), "replay_buffer": buffer, "schedule_from": run.schedule_from,
+            "warmup_of": run.warmup_of,
         }  # fmt: skip
         write_state(part, state)
     run.experiment.saved(final, cfg.checkpoint_maxkeep)
