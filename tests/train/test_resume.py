@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from xtuner.v1.config import AdamWConfig, LRConfig
+from xtuner.v1.config import AdamWConfig
 from xtuner.v1.data_proto import RolloutState
 from xtuner.v1.rl.evaluator import EvaluatorConfig
 from xtuner.v1.train.resume import resume_hint, start_of
@@ -393,31 +393,6 @@ def test_a_schedule_that_starts_again_ends_with_the_run(model, tmp_path):
     load = LoadCheckpointConfig(checkpoint_path=again.path / "checkpoints" / "ckpt-step-3")
     on = fit(config(model, tmp_path, total_train_steps=5, load_checkpoint_cfg=load))
     assert [row["lr"] for row in on.updates] == [row["lr"] for row in again.updates[1:]]
-
-
-def test_a_run_keeps_its_place_in_the_schedule_with_other_updates_a_step(model, tmp_path):
-    def run(name: str, updates: int, **changes):
-        fields = dict(worker={"optimizer_steps": updates}, work_dir=tmp_path / name, checkpoint_interval=1)
-        return config(model, tmp_path, auto_resume=True, total_train_steps=6, **fields, **changes)
-
-    def rates(run: Run) -> list[float]:
-        return [row["lr"] for row in run.updates if row["train_step"] > 3]
-
-    whole = {updates: rates(fit(run(f"whole-{updates}", updates))) for updates in (1, 4)}
-    for before, after in ((4, 1), (1, 4)):
-        broken(run(f"from-{before}", before, task={"reward": BreaksAfter(3 * 12)}))
-        assert rates(fit(run(f"from-{before}", after))) == whole[after]
-
-
-def test_a_run_that_becomes_longer_does_not_warm_up_again(model, tmp_path):
-    peak = 1e-2
-    fields = dict(worker={"lr_cfg": LRConfig(warmup_ratio=0.5), "optimizer_steps": 2}, checkpoint_interval=1)
-    stops = {steps: {"reward": BreaksAfter(12)} for steps in (4, 40)}
-    for steps in (4, 8, 40):
-        cfg = config(model, tmp_path, total_train_steps=steps, auto_resume=True, task=stops.get(steps, {}), **fields)
-        run = broken(cfg) if steps in stops else fit(cfg)
-    rates = [row["lr"] for row in run.updates]
-    assert rates[:4] == pytest.approx([peak * i / 5 for i in range(1, 5)]) and rates[4:] == [peak] * 14
 
 
 def test_what_is_left_out_of_a_named_checkpoint_is_taken_from_the_run_s_own(model, tmp_path):

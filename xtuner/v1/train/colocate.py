@@ -24,7 +24,7 @@ from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_gar
 from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
-from .checkpoints import read_state, refuse_done, restore_rng
+from .checkpoints import read_state, refuse_done, refuse_other_batches, restore_rng
 from .checks import epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
@@ -35,7 +35,7 @@ from .resume import resume_hint
 from .rl_trainer import LoadCheckpointConfig
 from .run_log import MetricWriter, open_writer, write_trajectories
 from .sample_warnings import SampleWarnings
-from .saves import save
+from .saves import export, lacks_model, save
 from .step_metrics import Throughput, training_metrics
 from .tokenizer import load_tokenizer
 
@@ -82,6 +82,8 @@ class RLColocateTrainer:
         try:
             if self.finished:
                 logger.info(f"{self.run_dir} is finished: all {self.total_steps} train steps are done.")
+                if self.lacks_model:
+                    logger.warning(f"there is no model of its last step in {self.run_dir / 'hf'}, and no checkpoint.")
                 return {}
             self.progress = Progress(self.total_steps, self.cur_step)
             with old_objects_stay(), rare_garbage_collection():
@@ -96,6 +98,13 @@ class RLColocateTrainer:
             self.close()
 
     async def _fit(self) -> dict[str, float]:
+        if self.lacks_model and self.cur_step >= self.total_steps:
+            logger.info(f"the train steps are done; the model of step {self.cur_step} is exported.")
+            await self.on_workers("onload")
+            await export(self, self.cur_step)
+            await self.on_workers("offload")
+        if self.trained:
+            return {}
         await self._to_training(keep_weights=False)
         await self._to_rollout(self.cur_step)
         restore_rng(self.rng)
@@ -346,11 +355,13 @@ class RLColocateTrainer:
         load = LoadCheckpointConfig(checkpoint_path=own) if own is not None else cfg.load_checkpoint_cfg
         if load.checkpoint_path is not None:
             self._restore_driver(load)
-        all_trained = self.cur_step >= self.total_steps and self.unlogged is None
-        self.finished = all_trained or self.experiment.last_step >= self.total_steps
+        self.trained = self.cur_step >= self.total_steps and self.unlogged is None
+        self.lacks_model = lacks_model(cfg, self.run_dir, self.total_steps)
+        done = self.trained or self.experiment.last_step >= self.total_steps
+        if done and named is not None and not self.experiment.resumed:
+            refuse_done(Path(named), self.total_steps)
+        self.finished = done and not (self.lacks_model and own is not None)
         if self.finished:
-            if named is not None and not self.experiment.resumed:
-                refuse_done(Path(named), self.total_steps)
             return
         if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
             check_train_state(Path(load.checkpoint_path) / "weights")
@@ -401,6 +412,7 @@ class RLColocateTrainer:
     def _restore_driver(self, load: LoadCheckpointConfig) -> None:
         assert self.experiment is not None and load.checkpoint_path is not None
         state = read_state(Path(load.checkpoint_path))
+        refuse_other_batches(Path(load.checkpoint_path), state, self.cfg)
         self.cur_step = self.model_step = state["cur_step"]
         self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
@@ -419,10 +431,11 @@ class RLColocateTrainer:
                 self.replay_buffer.load_state_dict(state["replay_buffer"])
 
     async def _start(self, load: LoadCheckpointConfig) -> None:
-        """Training workers first, with the weights; then engines, which take what memory is left."""
+        """Training workers first, with the weights; then engines, which take what memory is left. Where the final
+        model alone is missing, no engine."""
         if not self.cfg.debug_rollout:
             await self._start_workers(load)
-        if self.rollout is not None:
+        if self.rollout is not None and not self.trained:
             assert self.experiment is not None
             await self.rollout.start(self.experiment.logs)
 
