@@ -60,11 +60,11 @@ def broken(cfg, message: str = "could not be judged") -> Run:
 
 
 class Draws(BreaksAfter):
-    """Rewards of Python's and NumPy's own generators."""
+    """Rewards of Python's, NumPy's and torch's own generators."""
 
     def __call__(self, response, label, extra_info):
         super().__call__(response, label, extra_info)
-        return {"score": random.random() + np.random.random()}
+        return {"score": random.random() + np.random.random() + float(torch.rand(()))}
 
 
 def without_seconds(row):

@@ -63,7 +63,6 @@ def save_train_state(
         for name, param in engine.model.named_parameters():
             if "step" in (state := engine.optimizer.state.get(param, {})):
                 tensors[f"step/{name}"] = torch.as_tensor(float(state["step"]))
-    tensors["rng/cpu"] = torch.get_rng_state()
     if engine.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(engine.device)
     meta = {
@@ -186,7 +185,8 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
                 _fill_moments(engine.optimizer, name, param, order, shards)
     engine.parking.frozen_changed()
     own = shards.files[min(dist.get_rank(), len(shards.files) - 1)]
-    torch.set_rng_state(own.get_tensor("rng/cpu"))
+    if "rng/cpu" in own.keys():  # of an older checkpoint
+        torch.set_rng_state(own.get_tensor("rng/cpu"))
     if engine.device.type == "cuda" and "rng/cuda" in own.keys():
         torch.cuda.set_rng_state(own.get_tensor("rng/cuda"), engine.device)
     if "rng" in (meta := own.metadata()):
