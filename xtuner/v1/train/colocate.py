@@ -364,7 +364,8 @@ class RLColocateTrainer:
         if self.finished:
             return
         if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
-            check_train_state(Path(load.checkpoint_path) / "weights")
+            worker = cfg.train_worker_cfg
+            check_train_state(Path(load.checkpoint_path) / "weights", worker.model_cfg, worker.lora_cfg)
         self.experiment.describe(resolved_config(self))
         self.writer = open_writer(self)
         self.timer = StepTimer()
