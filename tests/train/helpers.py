@@ -34,11 +34,11 @@ STOPS = list(range(3, 384, 9))
 
 
 def write_model(
-    folder: Path, dtype: torch.dtype = torch.float32, std: float = 0.2, hidden_size: int = 32
+    folder: Path, dtype: torch.dtype = torch.float32, std: float = 0.2, hidden_size: int = 32, layers: int = 1
 ) -> Path:
     """A complete Hugging Face folder with normal weights; a wide spread makes answers differ."""
     source = folder.with_name(folder.name + "-source")
-    write_config(source, hidden_size, layers=1)
+    write_config(source, hidden_size, layers)
     write_tokenizer(source)
     if dtype != torch.float32:
         raw = json.loads((source / "config.json").read_text())

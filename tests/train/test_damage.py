@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from xtuner.v1.engine.checkpoint import check_train_state
+from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.train.cli.source import is_message
 from xtuner.v1.train.experiment import META_FILE, Experiment
+from xtuner.v1.train.rl_trainer import LoadCheckpointConfig
 from xtuner.v1.train.run_log import STEP_ROWS, UPDATE_ROWS
 from xtuner.v1.utils import get_logger
 
-from .helpers import config, fit
+from .helpers import config, fit, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,13 +66,32 @@ def test_a_damaged_checkpoint_is_named_and_once_deleted_the_one_before_is_used(m
     trainer.close()
 
 
-def test_weights_of_something_else_are_no_checkpoint(tmp_path):
+def test_weights_of_something_else_are_no_checkpoint(model, tmp_path):
     from safetensors.torch import save_file
     from torch import ones
 
     save_file({"a": ones(1)}, tmp_path / "rank-00000-of-00001.safetensors")
     with pytest.raises(ValueError, match="rank-00000-of-00001.safetensors is damaged"):
-        check_train_state(tmp_path)
+        check_train_state(tmp_path, get_model_config_from_hf(model))
+
+
+@pytest.mark.parametrize(
+    "other, differing",
+    [
+        ({"layers": 2}, r"layers\.1\.\S+ is not there, \[32\] here"),
+        ({"hidden_size": 64}, r"\[384, 32\] there, \[384, 64\] here"),
+    ],
+)
+@pytest.mark.parametrize("how", ["auto_resume", "load_checkpoint_cfg"])
+def test_a_checkpoint_of_another_model_is_refused_before_a_worker_starts(tmp_path, run, other, differing, how):
+    model, checkpoint = write_model(tmp_path / "model", **other), run / "checkpoints" / "ckpt-step-2"
+    load = LoadCheckpointConfig(checkpoint_path=checkpoint)
+    changes = {"auto_resume": True} if how == "auto_resume" else {how: load, "work_dir": tmp_path / "new"}
+    with pytest.raises(ValueError, match=differing) as info:
+        config(model, tmp_path, **changes).build()
+    text = str(info.value)
+    assert is_message(info.value) and "\n" not in text
+    assert text.startswith(f"{checkpoint / 'weights'} is of another model") and "load_checkpoint_cfg.checkpoint" in text
 
 
 CONFIG = """

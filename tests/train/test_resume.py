@@ -60,11 +60,11 @@ def broken(cfg, message: str = "could not be judged") -> Run:
 
 
 class Draws(BreaksAfter):
-    """Rewards of Python's and NumPy's own generators."""
+    """Rewards of Python's, NumPy's and torch's own generators."""
 
     def __call__(self, response, label, extra_info):
         super().__call__(response, label, extra_info)
-        return {"score": random.random() + np.random.random()}
+        return {"score": random.random() + np.random.random() + float(torch.rand(()))}
 
 
 def without_seconds(row):
@@ -207,7 +207,7 @@ sys.path.insert(0, {repository!r})
 import torch
 torch.set_num_threads(1)
 from tests.train.helpers import config
-from xtuner.v1.train import checkpoints, colocate
+from xtuner.v1.train import checkpoints, saves
 
 def slow(folder, state):
     checkpoints.write_state(folder, state)
@@ -215,7 +215,7 @@ def slow(folder, state):
         Path({marker!r}).touch()
         time.sleep(600)
 
-colocate.write_state = slow
+saves.write_state = slow
 config(Path({model!r}), Path({folder!r}), total_train_steps=4, checkpoint_interval=1, auto_resume=True).build().fit()
 """
 

@@ -188,6 +188,16 @@ def test_a_poisoned_update_is_skipped_counted_and_ends_the_run_when_it_goes_on(w
         worker.fit(packs_of(bad)[0], 5)
 
 
+def test_a_step_of_fewer_updates_leaves_the_schedule_where_it_is(worker_of):
+    worker = worker_of(optimizer_steps=2, lr_cfg=LRConfig(lr_type="linear", warmup_ratio=0, lr_min=0.0))
+    rates = [
+        [row["lr"] for row in worker.fit(packs_of(make_samples(2), steps=updates)[0], step).optimizer_steps]
+        for step, updates in ((1, 2), (2, 1), (3, 2))
+    ]
+    line = [LR * (1 - i / 9) for i in range(10)]
+    assert rates == [pytest.approx(part) for part in (line[0:2], line[2:3], line[4:6])]
+
+
 def test_a_correction_needs_the_engine_s_log_probs(worker_of):
     worker = worker_of(loss_cfg=loss_cfg(rollout_is=RolloutImportanceSampling(rollout_is_threshold=(0.5, 2.0))))
     samples = make_samples(2)

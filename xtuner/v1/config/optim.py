@@ -94,6 +94,6 @@ class LRConfig(XTunerConfig):
     """Shape after the warm-up. `cosine` and `linear` end at `lr_min` with the last optimizer step."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     """Share of all optimizer steps that warm up: step i of w, from 0, has lr * (i + 1) / (w + 1), and the step after
-    them lr."""
+    them lr. A run that goes on with more train steps keeps the warm-up that it began with."""
     lr_min: float = Field(1e-6, ge=0)
     """Rate at the end of a decay; must be below `optim_cfg.lr` then. Not used by `constant`."""

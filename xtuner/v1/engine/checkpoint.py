@@ -12,32 +12,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from xtuner.v1.config import LoRAConfig
+from xtuner.v1.model import TransformerConfig
 from xtuner.v1.model.blocks import local_pieces
+from xtuner.v1.model.lora import add_adapters
 from xtuner.v1.model.row_order import RowOrder
 from xtuner.v1.utils import get_logger
 from xtuner.v1.utils.device import host_rng, set_host_rng
 from xtuner.v1.utils.tensor_file import write_tensor_file
 
-from .frozen import check_frozen, describe_frozen
+from .frozen import check_adapters, check_base, describe_frozen
 from .optimizer import Optimizer
 from .placement import is_first_copy, local_part
 from .train_engine import TrainEngine
 
+_SHOWN = 3
+"""Parameters that differ in an error."""
 _FACTS = ("layout", "optimizer_step", "world_size", "with_optimizer", "counters", "frozen")
 """What a rank's file must say of itself, as JSON."""
 
 
-def _kept_parameters(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
+def _kept_parameters(model: nn.Module, lora_cfg: LoRAConfig | None) -> dict[str, Tensor]:
     """With adapters these alone: the frozen weights are those of `load_from`."""
-    adapters_only = engine.lora_cfg is not None
-    return ((n, p) for n, p in engine.model.named_parameters() if p.requires_grad or not adapters_only)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or lora_cfg is None}
 
 
 def _named_state(engine: TrainEngine, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """(kind, parameter's name, parameter, this rank's part of the parameter or of a moment)"""
-    for name, param in _kept_parameters(engine):
+    for name, param in _kept_parameters(engine.model, engine.lora_cfg).items():
         yield "param", name, param.detach(), local_part(param.detach())
         if with_optimizer and engine.optimizer is not None:
             for moment, local in engine.optimizer.moments_of(param).items():
@@ -63,7 +67,6 @@ def save_train_state(
         for name, param in engine.model.named_parameters():
             if "step" in (state := engine.optimizer.state.get(param, {})):
                 tensors[f"step/{name}"] = torch.as_tensor(float(state["step"]))
-    tensors["rng/cpu"] = torch.get_rng_state()
     if engine.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(engine.device)
     meta = {
@@ -84,13 +87,16 @@ def damaged(path: Path, error: Exception) -> str:
     )
 
 
-def check_train_state(folder: Path) -> None:
-    """See, in any process, whether all files of a checkpoint are there and whole.
+def check_train_state(folder: Path, model_cfg: TransformerConfig, lora_cfg: LoRAConfig | None = None) -> None:
+    """See, in any process, whether all files of a checkpoint are there and whole, and of this model.
 
     Raises:
-        FileNotFoundError, ValueError: it is no checkpoint, not complete, or damaged.
+        FileNotFoundError, ValueError: it is no checkpoint, not complete, damaged, or of another model.
     """
-    _Shards(folder)
+    model = model_cfg.build(device="meta")
+    if lora_cfg is not None:
+        add_adapters(model, lora_cfg)
+    _Shards(folder).check_model(model, lora_cfg)
 
 
 def _open_shard(path: Path) -> tuple[Any, dict[str, Any]]:
@@ -124,18 +130,29 @@ class _Shards:
             for stored, place in own["layout"].items():
                 self.index.setdefault(stored.rpartition("@")[0], []).append((number, stored, place))
         self.scalars = {key for key in self.files[0].keys() if key.startswith("step/")}
+        self.folder = folder
+
+    def check_model(self, model: nn.Module, lora_cfg: LoRAConfig | None) -> None:
+        """Raise ValueError unless the model's parameters have the names and shapes of those that were saved."""
+        check_adapters(self.frozen, model, lora_cfg, self.folder)
+        own = {name: list(p.shape) for name, p in _kept_parameters(model, lora_cfg).items()}
+        whole = {key: places[0][2]["shape"] for key, places in self.index.items()}
+        saved = {key.removeprefix("param/"): shape for key, shape in whole.items() if key.startswith("param/")}
+        if differing := [name for name in own | saved if own.get(name) != saved.get(name)]:
+            shown = (f"{n} is {saved.get(n, 'not')} there, {own.get(n, 'not')} here" for n in differing[:_SHOWN])
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            raise ValueError(
+                f"{self.folder} is of another model than train_worker_cfg.model_cfg: {', '.join(shown)}{more}. Give "
+                "another load_checkpoint_cfg.checkpoint_path, or the load_from that it began with; auto_resume also "
+                "needs another work_dir."
+            )
 
     def fill(self, key: str, target: Tensor, order: RowOrder | None, values: Tensor | None = None) -> None:
         """Copy this rank's part of `key` into `target`, or into `values` of the shape of its local part."""
-        shape = list(target.shape)
-        if key not in self.index:
-            raise KeyError(f"checkpoint has no {key!r}: was it written by another model or without the optimizer?")
         wanted = filled = 0
         for local, offset in local_pieces(target, order, values):
             wanted += local.numel()
             for number, stored, place in self.index[key]:
-                if place["shape"] != shape:
-                    raise ValueError(f"checkpoint's {key} has shape {place['shape']}, the model's has {shape}.")
                 part = self.files[number].get_slice(stored)
                 there, here = _overlap(place["offset"], part.get_shape(), offset, local.shape)
                 block = local[here]
@@ -165,28 +182,27 @@ def load_train_state(engine: TrainEngine, folder: Path, with_optimizer: bool = T
     Call on all ranks, as many as there are.
 
     Raises:
-        FileNotFoundError, ValueError, KeyError: it is no checkpoint, not complete, damaged, or of another model.
+        FileNotFoundError, ValueError: it is no checkpoint, not complete, damaged, or of another model.
         RuntimeError: the engine's memory is parked on the host.
     """
     engine.check_awake()
     engine.parking.moments_ready()
     shards = _Shards(folder)
-    check_frozen(shards.frozen, engine, folder)
-    params = dict(_kept_parameters(engine))
-    if unknown := sorted(k for k in shards.index if k.startswith("param/") and k[len("param/") :] not in params):
-        raise ValueError(f"{folder} is of another model: it has {', '.join(unknown[:5])}, which this one lacks.")
+    shards.check_model(engine.model, engine.lora_cfg)
+    check_base(shards.frozen, engine.model, folder)
     if with_optimizer and not shards.with_optimizer and dist.get_rank() == 0:
         get_logger().warning(f"{folder} was saved without moments: the optimizer begins its statistics anew.")
     engine.optimizer_step = shards.optimizer_step
     with torch.no_grad():
-        for name, param in params.items():
+        for name, param in _kept_parameters(engine.model, engine.lora_cfg).items():
             order = engine.model.row_orders.get(name)
             shards.fill(f"param/{name}", param, order)
             if with_optimizer and engine.optimizer is not None and f"step/{name}" in shards.scalars:
                 _fill_moments(engine.optimizer, name, param, order, shards)
     engine.parking.frozen_changed()
     own = shards.files[min(dist.get_rank(), len(shards.files) - 1)]
-    torch.set_rng_state(own.get_tensor("rng/cpu"))
+    if "rng/cpu" in own.keys():  # of an older checkpoint
+        torch.set_rng_state(own.get_tensor("rng/cpu"))
     if engine.device.type == "cuda" and "rng/cuda" in own.keys():
         torch.cuda.set_rng_state(own.get_tensor("rng/cuda"), engine.device)
     if "rng" in (meta := own.metadata()):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from xtuner.v1.config import LoRAConfig
 from xtuner.v1.model.blocks import local_pieces
 from xtuner.v1.model.lora import adapted_targets
 
@@ -25,32 +26,36 @@ def describe_frozen(engine: "TrainEngine") -> dict[str, Any] | None:
     cfg = engine.lora_cfg
     if cfg is None:
         return None
-    targets = ", ".join(adapted_targets(engine.model))
-    return {"alpha": cfg.alpha, "rank": cfg.rank, "target_modules": targets, "base": fingerprint(engine.model)}
+    return _describe_adapters(engine.model, cfg) | {"base": fingerprint(engine.model)}
 
 
-def check_frozen(saved: dict[str, Any] | None, engine: "TrainEngine", folder: Path) -> None:
-    """Raise ValueError unless the engine has what `describe_frozen` told of the one that saved. Collective."""
-    own = describe_frozen(engine)
-    if (saved is None) != (own is None):
+def _describe_adapters(model: nn.Module, cfg: LoRAConfig) -> dict[str, Any]:
+    return {"alpha": cfg.alpha, "rank": cfg.rank, "target_modules": ", ".join(adapted_targets(model))}
+
+
+def check_adapters(saved: dict[str, Any] | None, model: nn.Module, cfg: LoRAConfig | None, folder: Path) -> None:
+    """Raise ValueError unless the model has the adapters that `describe_frozen` told of, or none either."""
+    if (saved is None) != (cfg is None):
         kinds = ("a whole model", "adapters (lora_cfg)")
         raise ValueError(
-            f"{folder} holds {kinds[saved is not None]}, but {kinds[own is not None]} would be trained: set or remove "
+            f"{folder} holds {kinds[saved is not None]}, but {kinds[cfg is not None]} would be trained: set or remove "
             "train_worker_cfg.lora_cfg, or start from another checkpoint."
         )
-    if saved is None or own is None:
+    if saved is None or cfg is None:
         return
-    if saved["base"] != own["base"]:
+    for name, value in _describe_adapters(model, cfg).items():
+        if saved[name] != value:
+            raise ValueError(f"{folder}: its adapters have {name}={saved[name]}, lora_cfg says {value}; give the same.")
+
+
+def check_base(saved: dict[str, Any] | None, model: nn.Module, folder: Path) -> None:
+    """Raise ValueError unless the frozen weights are those that `describe_frozen` told of. Collective."""
+    if saved is not None and saved["base"] != (own := fingerprint(model)):
         raise ValueError(
             f"{folder}: its adapters were trained on other frozen weights than those of load_from "
-            f"(fingerprint {saved['base']}, here {own['base']}). Give the load_from of that run, on the same kind of "
-            "device if its weights are float32."
+            f"(fingerprint {saved['base']}, here {own}). Give the load_from of that run, on the same kind of device if "
+            "its weights are float32."
         )
-    for name in own:
-        if saved[name] != own[name]:
-            raise ValueError(
-                f"{folder}: its adapters have {name}={saved[name]}, lora_cfg says {own[name]}; give the same."
-            )
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -62,6 +62,7 @@ class TrainEngine:
         lora_cfg: LoRAConfig | None = None,
         seed: int = 0,
         total_optimizer_steps: int = 1,
+        warmup_of: int | None = None,
         chunk_size: int | None = 1024,
         sp_size: int = 1,
         mesh: ParallelMesh | None = None,
@@ -69,9 +70,10 @@ class TrainEngine:
     ):
         self.model_cfg, self.optim_cfg, self.lora_cfg, self.device = model_cfg, optim_cfg, lora_cfg, device
         self.lr_cfg = lr_cfg or LRConfig()
-        self.total_optimizer_steps = total_optimizer_steps
+        self.total_optimizer_steps, self.warmup_of = total_optimizer_steps, warmup_of
         self.chunk_size = chunk_size
         self.optimizer_step = 0
+        """The position in the learning-rate schedule: who counts train steps may set it."""
         self._complete = True
         self.compute_dtype = compute_dtype(fsdp_cfg, device)
         self.cpu_offload = fsdp_cfg.cpu_offload and device.type == "cuda"
@@ -191,7 +193,7 @@ class TrainEngine:
         complete_gradients(grads, self.mesh)
         norm = gradient_norm(grads)
         value = float(norm)
-        lr = learning_rate(self.optimizer_step, self.total_optimizer_steps, cfg.lr, self.lr_cfg)
+        lr = learning_rate(self.optimizer_step, self.total_optimizer_steps, cfg.lr, self.lr_cfg, self.warmup_of)
         skipped = None
         if not torch.isfinite(norm):
             skipped = f"gradient norm is {value}"

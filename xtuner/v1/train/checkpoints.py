@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xtuner.v1.engine.checkpoint import damaged
 from xtuner.v1.utils import get_logger, move_into_place, remove_path, write_json
 from xtuner.v1.utils.device import host_rng, set_host_rng
+
+if TYPE_CHECKING:
+    from .rl_trainer import RLColocateTrainerConfig
 
 STATE_FILE = "train_state.json"
 _NAME = re.compile(r"(?:ckpt|hf)-step-(\d+)")
@@ -132,6 +135,17 @@ def refuse_done(folder: Path, total_steps: int) -> None:
             f"load_checkpoint_cfg.checkpoint_path={str(folder)!r} is of step {step}, so that none of {total_steps} "
             "train steps is left: they count from the beginning of the run that made it. Raise total_train_steps or "
             "total_epochs."
+        )
+
+
+def refuse_other_batches(folder: Path, state: dict[str, Any], cfg: "RLColocateTrainerConfig") -> None:
+    """ValueError if epochs would be counted in steps of another size than those that the checkpoint has behind it."""
+    size = state.get("train_batch_size", cfg.train_batch_size)  # an older one does not tell
+    if cfg.total_train_steps is None and size != cfg.train_batch_size:
+        raise ValueError(
+            f"train_batch_size={cfg.train_batch_size}, but the {state['cur_step']} steps of {folder} had {size} "
+            f"prompts: total_epochs={cfg.total_epochs} cannot be counted in steps of two sizes. Give "
+            "total_train_steps, or the train_batch_size of before."
         )
 
 

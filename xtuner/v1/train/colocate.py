@@ -24,7 +24,7 @@ from xtuner.v1.utils.device import keep_freed_memory, old_objects_stay, rare_gar
 from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
-from .checkpoints import expect_files, read_state, refuse_done, restore_rng, saving, write_state
+from .checkpoints import read_state, refuse_done, refuse_other_batches, restore_rng
 from .checks import epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
@@ -33,8 +33,9 @@ from .progress import Progress, StepTimer
 from .resolved import resolved_config, resolved_worker
 from .resume import resume_hint
 from .rl_trainer import LoadCheckpointConfig
-from .run_log import MetricWriter, clean, open_writer, write_trajectories
+from .run_log import MetricWriter, open_writer, write_trajectories
 from .sample_warnings import SampleWarnings
+from .saves import export, lacks_model, save
 from .step_metrics import Throughput, training_metrics
 from .tokenizer import load_tokenizer
 
@@ -81,6 +82,8 @@ class RLColocateTrainer:
         try:
             if self.finished:
                 logger.info(f"{self.run_dir} is finished: all {self.total_steps} train steps are done.")
+                if self.lacks_model:
+                    logger.warning(f"there is no model of its last step in {self.run_dir / 'hf'}, and no checkpoint.")
                 return {}
             self.progress = Progress(self.total_steps, self.cur_step)
             with old_objects_stay(), rare_garbage_collection():
@@ -95,6 +98,13 @@ class RLColocateTrainer:
             self.close()
 
     async def _fit(self) -> dict[str, float]:
+        if self.lacks_model and self.cur_step >= self.total_steps:
+            logger.info(f"the train steps are done; the model of step {self.cur_step} is exported.")
+            await self.on_workers("onload")
+            await export(self, self.cur_step)
+            await self.on_workers("offload")
+        if self.trained:
+            return {}
         await self._to_training(keep_weights=False)
         await self._to_rollout(self.cur_step)
         restore_rng(self.rng)
@@ -124,7 +134,7 @@ class RLColocateTrainer:
         metrics = batch.metrics() | await self.engine_metrics() | training_metrics(report, results) | compared
         metrics |= {"rollout/model_step": float(self.model_step)} | self.log_training(step, batch.groups, results)
         with timer("save_ckpt"):
-            await self._save(step, last, metrics)
+            await save(self, step, last, metrics)
         if evaluating or not last:
             with timer("sync_weight" if syncing else "switch_to_rollout"):
                 await self._to_rollout(step if syncing else None)
@@ -273,35 +283,6 @@ class RLColocateTrainer:
         write_trajectories(self.run_dir / "eval_rollout" / f"eval_rollout_{step}.jsonl", groups, unscored=0.0)
         return {f"eval/{k}": v for k, v in result.metrics.items()}
 
-    async def _save(self, step: int, last: bool, metrics: dict[str, float]) -> None:
-        """Export and checkpoint, each complete or not there.
-
-        The export comes first and the checkpoint carries the metrics: who resumes from it lacks nothing.
-        """
-        cfg = self.cfg
-        assert self.experiment is not None
-        if _is_due(cfg.hf_interval, step) or (last and (cfg.save_final_hf or (cfg.hf_interval or -1) > 0)):
-            final = self.run_dir / "hf" / f"hf-step-{step}"
-            with saving(final) as part:
-                await self.on_workers("save_hf", str(part), str(self.export_dtype))
-                expect_files(part, "**/*.safetensors", 1)
-                if not Path(cfg.tokenizer_path).samefile(cfg.load_from):
-                    self.tokenizer.save_pretrained(part)
-            self.experiment.saved(final, cfg.hf_max_keep)
-        if _is_due(cfg.checkpoint_interval, step):
-            final = self.run_dir / "checkpoints" / f"ckpt-step-{step}"
-            buffer = None if cfg.checkpoint_no_save_replay_buffer else self.replay_buffer.state_dict()
-            with saving(final) as part:
-                await self.on_workers("save_checkpoint", str(part / "weights"), not cfg.checkpoint_no_save_optimizer)
-                expect_files(part / "weights", "rank-*.safetensors", self.world_size)
-                state = {
-                    "cur_step": step, "optimizer_updates": self.updates, "metrics": clean(metrics),
-                    "manager": self.manager.state_dict(), "replay_buffer": buffer,
-                    "schedule_from": self.schedule_from,
-                }  # fmt: skip
-                write_state(part, state)
-            self.experiment.saved(final, cfg.checkpoint_maxkeep)
-
     # ---------------------------------------------------------------- logging
 
     async def engine_metrics(self) -> dict[str, float]:
@@ -365,6 +346,8 @@ class RLColocateTrainer:
         self.rng: str | None = None
         self.schedule_from = 0
         """The step behind which the learning-rate schedule begins."""
+        self.warmup_of = self.total_steps
+        """The train steps that were to be made when it began: the warm-up is a share of them."""
         self.first_step = 0
         """Whose weights this run began with."""
         self.unlogged: dict[str, float] | None = {}
@@ -372,14 +355,17 @@ class RLColocateTrainer:
         load = LoadCheckpointConfig(checkpoint_path=own) if own is not None else cfg.load_checkpoint_cfg
         if load.checkpoint_path is not None:
             self._restore_driver(load)
-        all_trained = self.cur_step >= self.total_steps and self.unlogged is None
-        self.finished = all_trained or self.experiment.last_step >= self.total_steps
+        self.trained = self.cur_step >= self.total_steps and self.unlogged is None
+        self.lacks_model = lacks_model(cfg, self.run_dir, self.total_steps)
+        done = self.trained or self.experiment.last_step >= self.total_steps
+        if done and named is not None and not self.experiment.resumed:
+            refuse_done(Path(named), self.total_steps)
+        self.finished = done and not (self.lacks_model and own is not None)
         if self.finished:
-            if named is not None and not self.experiment.resumed:
-                refuse_done(Path(named), self.total_steps)
             return
         if load.checkpoint_path is not None:  # here, for a worker elsewhere could only show its traceback
-            check_train_state(Path(load.checkpoint_path) / "weights")
+            worker = cfg.train_worker_cfg
+            check_train_state(Path(load.checkpoint_path) / "weights", worker.model_cfg, worker.lora_cfg)
         self.experiment.describe(resolved_config(self))
         self.writer = open_writer(self)
         self.timer = StepTimer()
@@ -427,9 +413,13 @@ class RLColocateTrainer:
     def _restore_driver(self, load: LoadCheckpointConfig) -> None:
         assert self.experiment is not None and load.checkpoint_path is not None
         state = read_state(Path(load.checkpoint_path))
+        refuse_other_batches(Path(load.checkpoint_path), state, self.cfg)
         self.cur_step = self.model_step = state["cur_step"]
         self.updates, self.rng = state["optimizer_updates"], state.get("rng")
         self.schedule_from = state.get("schedule_from", 0) if load.load_scheduler else self.cur_step
+        self.warmup_of = self.total_steps - self.schedule_from
+        if load.load_scheduler:  # what was warmed up stays so, however long the run becomes
+            self.warmup_of = state.get("warmup_of", self.warmup_of)
         if self.experiment.resumed:
             behind = self.experiment.last_step < self.cur_step
             self.unlogged = {k: v for k, v in state["metrics"].items() if v is not None} if behind else None
@@ -442,10 +432,11 @@ class RLColocateTrainer:
                 self.replay_buffer.load_state_dict(state["replay_buffer"])
 
     async def _start(self, load: LoadCheckpointConfig) -> None:
-        """Training workers first, with the weights; then engines, which take what memory is left."""
+        """Training workers first, with the weights; then engines, which take what memory is left. Where the final
+        model alone is missing, no engine."""
         if not self.cfg.debug_rollout:
             await self._start_workers(load)
-        if self.rollout is not None:
+        if self.rollout is not None and not self.trained:
             assert self.experiment is not None
             await self.rollout.start(self.experiment.logs)
 
@@ -453,22 +444,23 @@ class RLColocateTrainer:
         assert self.experiment is not None
         cfg, worker = self.cfg, resolved_worker(self.cfg, self.experiment.logs)
         self.export_dtype = checkpoint_dtype(cfg.load_from)
-        exact, excuse = is_exact(cfg), gap_excuse(cfg)
+        updates, exact, excuse = worker.optimizer_steps, is_exact(cfg), gap_excuse(cfg)
         if exact and excuse:
             logger.warning(f"exact mode: log-probs of engine and trainer are not compared to the bit, as {excuse}.")
         self.workers = [
             self.launcher.spawn_on(
                 rank, f"train_{rank}", TrainingWorker, worker, rank=rank, world_size=self.world_size,
                 accelerator=cfg.resources.accelerator, seed=worker.seed, deterministic=cfg.deterministic, exact=exact,
-                equal_logprobs=exact and excuse is None,
-                total_optimizer_steps=(self.total_steps - self.schedule_from) * worker.optimizer_steps,
+                equal_logprobs=exact and excuse is None, schedule_from=self.schedule_from,
+                total_optimizer_steps=(self.total_steps - self.schedule_from) * updates,
+                warmup_of=self.warmup_of * updates,
             )
             for rank in range(self.world_size)
         ]  # fmt: skip
         await self.on_workers("setup", *self.launcher.rendezvous())
         if load.checkpoint_path is not None:
             weights = str(Path(load.checkpoint_path) / "weights")
-            await self.on_workers("load_checkpoint", weights, load.load_optimizer_states, load.load_scheduler)
+            await self.on_workers("load_checkpoint", weights, load.load_optimizer_states)
         await self.on_workers("offload")
 
     async def on_workers(self, method: str, *args: Any) -> list[Any]:
@@ -494,7 +486,3 @@ class RLColocateTrainer:
             for part in (self.experiment, self.writer, self.progress):
                 if part is not None:
                     last_first.callback(part.close)
-
-
-def _is_due(interval: int | None, step: int) -> bool:
-    return interval is not None and interval > 0 and step % interval == 0

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoints import newest_checkpoint, step_of
 from .experiment import newest_run
+from .saves import lacks_model
 
 if TYPE_CHECKING:
     from .rl_trainer import RLColocateTrainerConfig
@@ -20,7 +21,8 @@ def start_of(cfg: "RLColocateTrainerConfig") -> str:
     newest = newest_run(work_dir, Path(cfg.log_dir) if cfg.log_dir else None, cfg.total_train_steps)
     if newest is None:
         return f"{new} (auto_resume: there is none in {work_dir} yet)"
-    if newest.finished:
+    export = newest.checkpoint is not None and lacks_model(cfg, newest.path, cfg.total_train_steps or 0)
+    if newest.finished and not export:
         return f"none: {newest.path} is finished (auto_resume)"
     if newest.checkpoint is None:
         return f"{new} (auto_resume: {newest.path} has no complete checkpoint)"

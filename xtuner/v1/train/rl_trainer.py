@@ -106,7 +106,8 @@ class RLColocateTrainerConfig(XTunerConfig):
     total_train_steps: int | None = Field(None, gt=0)
     """Train steps. Wins over `total_epochs` if both are given (a log line says so)."""
     total_epochs: int | None = Field(None, gt=0)
-    """Passes over the prompts of all tasks with a weight above 0: steps = prompts // train_batch_size * epochs."""
+    """Passes over the prompts of all tasks with a weight above 0: steps = prompts // train_batch_size * epochs. A run
+    that goes on with another `train_batch_size` needs `total_train_steps`."""
     train_batch_size: int = Field(gt=0)
     """Groups (prompts) a train step."""
     advantage_estimator_config: SerializeAsAny[BaseAdvantageConfig] = Field(default_factory=GRPOAdvantageConfig)

@@ -96,9 +96,12 @@ def seed_everything(seed: int) -> None:
 
 
 def host_rng() -> str:
-    """The states of Python's and NumPy's generators, which rewards and samplers of the user's own may draw from."""
+    """The states of Python's, NumPy's and torch's generators on the host, which rewards and samplers of the user's own
+    may draw from."""
     name, keys, *rest = np.random.get_state(legacy=True)
-    return json.dumps({"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]})
+    of_torch = torch.get_rng_state().numpy().tobytes().hex()
+    numpy = [name, np.asarray(keys).tolist(), *rest]
+    return json.dumps({"python": random.getstate(), "numpy": numpy, "torch": of_torch})
 
 
 def set_host_rng(state: str) -> None:
@@ -107,6 +110,8 @@ def set_host_rng(state: str) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(states["numpy"]))
+    if "torch" in states:  # an older one has it elsewhere, or not at all
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
 
 
 def set_deterministic(on: bool) -> None:

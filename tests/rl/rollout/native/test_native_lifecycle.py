@@ -55,6 +55,12 @@ def test_an_update_makes_the_engine_the_other_model(model_path, other_path, engi
     assert all(len(o.weight_versions) == len(o.token_ids) for o in old + new)
 
 
+def test_a_start_draws_nothing_from_the_generator_of_who_trains_in_this_process(model_path):
+    before = torch.get_rng_state()
+    started(model_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("change", ["update", "reset", "sleep"])
 def test_nothing_of_the_old_weights_is_found_after_a_change(kernels, model_path, other_path, engine, change):
     r = request(0, prompt(0, 150), max_tokens=20, min_tokens=20)

@@ -74,14 +74,18 @@ class TrainingWorker:
         accelerator: str,
         total_optimizer_steps: int,
         seed: int,
+        schedule_from: int = 0,
+        warmup_of: int | None = None,
         deterministic: bool = False,
         exact: bool = False,
         equal_logprobs: bool = False,
     ):
-        """deterministic: the same bits in every run. exact: a token's log-prob has the same bits in any pack.
+        """schedule_from: the train step behind which the learning-rate schedule begins. warmup_of: see `learning_rate`.
+        deterministic: the same bits in every run. exact: a token's log-prob has the same bits in any pack.
         equal_logprobs: those of the engine must be the trainer's to the bit, else a step raises RuntimeError."""
         self.config, self.rank, self.world_size = config, rank, world_size
         self.accelerator, self.total_optimizer_steps = accelerator, total_optimizer_steps
+        self.schedule_from, self.warmup_of = schedule_from, warmup_of
         self.seed, self.deterministic = seed, deterministic
         self.exact, self.equal_logprobs = exact, equal_logprobs
         self.consecutive_skips = self.total_skips = 0
@@ -122,6 +126,7 @@ class TrainingWorker:
             lora_cfg=cfg.lora_cfg,
             seed=self.seed,
             total_optimizer_steps=self.total_optimizer_steps,
+            warmup_of=self.warmup_of,
             chunk_size=cfg.loss_cfg.logprob_chunk_size,
             sp_size=cfg.sp_size,
             exact=self.exact,
@@ -187,6 +192,8 @@ class TrainingWorker:
                 self.judged = {}
                 if probe is not None:
                     self._take_along(probe, on_device[0])
+                # By train steps, which keep their place when updates a step are changed, or a step has fewer.
+                self.engine.optimizer_step = (train_step - 1 - self.schedule_from) * self.config.optimizer_steps
                 result = self._fit(on_device)
                 result.metrics |= self.judged
                 return result
@@ -444,11 +451,9 @@ class TrainingWorker:
         counters = {"consecutive_skips": self.consecutive_skips, "total_skips": self.total_skips}
         save_train_state(self.engine, Path(folder), with_optimizer, counters)
 
-    def load_checkpoint(self, folder: str, with_optimizer: bool = True, with_schedule: bool = True) -> None:
+    def load_checkpoint(self, folder: str, with_optimizer: bool = True) -> None:
         counters = load_train_state(self.engine, Path(folder), with_optimizer)
         self.consecutive_skips, self.total_skips = counters["consecutive_skips"], counters["total_skips"]
-        if not with_schedule:
-            self.engine.optimizer_step = 0
 
     def save_hf(self, folder: str, dtype: str) -> None:
         from xtuner.v1.config import parse_dtype

@@ -132,7 +132,8 @@ class NativeEngine(ReadableWeights):
 
     def _build_model(self, config: TransformerConfig) -> DecoderModel:
         """Without content; on CUDA without memory too."""
-        return config.build("meta" if self.device.type == "cuda" else self.device, self.dtype)
+        model = config.build("meta", self.dtype)  # initial values would be drawn from the generator of who trains here
+        return model if self.device.type == "cuda" else model.to_empty(device=self.device)
 
     def _make_exact(self) -> None:
         if problems := exact_problems(self._model.config, self.device.type, self.dtype):
