@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xtuner.v1.engine.checkpoint import check_train_state
 from xtuner.v1.model import get_model_config_from_hf
 from xtuner.v1.model.hf import check_hf_weights
 from xtuner.v1.rl.agent_loop import SingleTurnAgentLoopConfig
@@ -17,7 +18,7 @@ from xtuner.v1.rl.rollout.backends.sampling_checks import is_greedy, refusal
 from xtuner.v1.rl.utils import launch_problem
 from xtuner.v1.utils import get_logger
 
-from .checkpoints import STATE_FILE, read_state, refuse_done
+from .checkpoints import STATE_FILE, read_state, refuse_done, refuse_other_batches
 from .debug_replay import replay_problem
 from .exact import changes_of_distribution, check_exact
 from .idle_fields import idle_fields
@@ -120,14 +121,19 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
 
 
 def _check_continued(cfg: "RLColocateTrainerConfig", steps: int, samplers: dict[str, Sampler]) -> None:
-    """ValueError or FileNotFoundError if no step is left behind the named checkpoint, or its prompts are others."""
-    load = cfg.load_checkpoint_cfg
+    """ValueError or FileNotFoundError if no step is left behind the named checkpoint, or its model, prompts or batches
+    are others."""
+    load, worker = cfg.load_checkpoint_cfg, cfg.train_worker_cfg
     if load.checkpoint_path is None or cfg.auto_resume:  # that prefers the run's own checkpoint, if there is one
         return
+    folder = Path(load.checkpoint_path)
+    state = read_state(folder)
     if not (cfg.enable_evaluate and cfg.enable_initial_evaluate):
-        refuse_done(Path(load.checkpoint_path), steps)
+        refuse_done(folder, steps)
+    refuse_other_batches(folder, state, cfg)
+    check_train_state(folder / "weights", worker.model_cfg, worker.lora_cfg)
     if load.load_dataset:
-        restore_samplers(samplers, read_state(Path(load.checkpoint_path))["manager"])
+        restore_samplers(samplers, state["manager"])
 
 
 def measured_problems(

@@ -418,9 +418,8 @@ class NativeEngine(ReadableWeights):
         self._settle()
 
     def _set_cache_budget(self) -> None:
-        budget = self._gpu_cache_bytes() if self.device.type == "cuda" else self._cpu_cache_bytes
-        if self.device.type == "cuda":
-            budget = min(budget, self._most_cache_bytes())
+        on_cuda = self.device.type == "cuda"
+        budget = min(self._gpu_cache_bytes(), self._most_cache_bytes()) if on_cuda else self._cpu_cache_bytes
         self._cache.set_budget(budget)
         wanted, possible = self._cache.max_length, self._cache.longest_sequence
         if possible < min(wanted, PAGE // 2):
