@@ -43,8 +43,8 @@ def resolved(model):
     return resolve
 
 
-def command(config: RolloutConfig) -> list[str]:
-    engine = RolloutWorker(config, 0, "cpu").build_engine()
+def command(config: RolloutConfig, rank: int = 0) -> list[str]:
+    engine = RolloutWorker(config, rank, "cpu").build_engine()
     from xtuner.v1.model.hf_config import get_model_config_from_hf
 
     engine._model_config = get_model_config_from_hf(engine.model_path)
@@ -190,6 +190,14 @@ def test_a_key_that_no_header_holds_is_refused_and_not_shown(resolved, key):
 def test_a_tokenizer_that_is_not_there_is_refused(resolved):
     with pytest.raises(ValueError, match="tokenizer_path='nowhere' .it is no folder."):
         resolved(tokenizer_path="nowhere")
+
+
+@pytest.mark.parametrize(("engine", "argument"), [("sglang", "--random-seed"), ("vllm", "--seed")])
+def test_servers_draw_other_numbers_each(resolved, engine, argument):
+    """Answers to a prompt come from several; SGLang's draws are of its server's seed."""
+    config = resolved(engine, random_seed=2**32 - 2)
+    lines = [command(config, rank) for rank in range(3)]
+    assert [words[words.index(argument) + 1] for words in lines] == [str(2**32 - 2), str(2**32 - 1), "0"]
 
 
 def test_vllm_s_step_is_as_large_as_was_asked_or_refused(resolved):

@@ -457,24 +457,10 @@ class ServedEngine(ABC):
 
     # ---- facts ----
 
-    def cache_bytes(self) -> int:
-        """Of the KV cache on a CPU: what all sequences at their longest take, or `cpu_cache_bytes`."""
-        return self.cache_tokens() * self._row_bytes()
-
-    def _row_bytes(self) -> int:
-        heads, key_dim, value_dim = self._model_config.attention.cache_shape
-        return self._model_config.num_hidden_layers * heads * (key_dim + value_dim) * self.dtype.itemsize
-
-    def cache_tokens(self) -> int:
-        """The same in tokens."""
-        row = self._row_bytes()
-        room = self.config.cpu_cache_bytes // row
-        if room < self.context_length:
-            raise ValueError(
-                f"rollout_config.cpu_cache_bytes={self.config.cpu_cache_bytes} holds {room} tokens of {row} bytes, "
-                f"fewer than context_length={self.context_length}; raise it."
-            )
-        return min(room, self.max_batch_size * self.context_length)
+    @property
+    def draw_seed(self) -> int:
+        """Of the server, for what has none of its own: every rank draws other numbers."""
+        return (self.config.random_seed + self.rank) % 2**32
 
     @property
     def home(self) -> Path:
