@@ -5,6 +5,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,6 +84,7 @@ class RolloutController:
             replica = await self._pool.find(state.session_id, avoid=replica)
             if attempt:
                 self._events["retries"] += 1
+                request = replace(request, request_id=next(self._ids))  # the engine may not be done with the last one
             output, problem = await self._attempt(replica, request)
             if output is not None and output.finish_reason == "error":
                 self._events["refused"] += 1
