@@ -1,12 +1,30 @@
 """Faults on this side of an engine's server, or while several things happen to it at once."""
 
+import asyncio
 import os
 import resource
 
 import pytest
-from toy_engine import started
+from scripted_engine import Letters
+from toy_engine import Engine, started
 
+from xtuner.v1.data_proto import RolloutState, SampleParams
 from xtuner.v1.rl.rollout.backends.server import OutOfFilesError
+from xtuner.v1.rl.rollout.controller import RolloutController
+from xtuner.v1.rl.rollout.worker import RolloutWorker
+from xtuner.v1.rl.utils.handles import LocalHandle
+
+
+def controller_of(engine: Engine) -> RolloutController:
+    """With this one engine."""
+    worker = RolloutWorker(engine.config, 0, engine.device)
+    worker._engine = engine
+    return RolloutController(engine.config, [LocalHandle(worker)], ["rollout_0"], Letters(), seed=1)
+
+
+def state(number: int, slow: bool = False) -> RolloutState:
+    params = SampleParams(max_tokens=2 if slow else 1)
+    return RolloutState(message=[], prompt_ids=[5], rollout_id=number, sample_params=params)
 
 
 def test_a_process_that_may_open_no_more_files_knows_nothing_of_the_server(run):
@@ -43,3 +61,19 @@ def test_a_process_with_servers_may_open_as_many_files_as_it_is_allowed_to(run):
         run(scenario)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_server_that_hangs_is_started_again_when_the_controller_s_time_for_a_request_is_over(run):
+    """Without any other health check; one that answers is not."""
+
+    async def scenario(engine):
+        controller, before = controller_of(engine), engine.process
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(controller.generate(state(0, slow=True)), 0.3)
+        assert await controller.health() == [True] and engine.process == before
+        engine.hang()
+        samples = await asyncio.gather(*(controller.generate(state(i)) for i in range(2, 5)))
+        assert [(s.response_ids, s.response_model_steps) for s in samples] == [([7], [7])] * 3
+        assert (await controller.metrics())["timeouts"] == 3 and engine.starts == 2
+
+    run(scenario, rollout_timeout=4, health_check_timeout_seconds=0.5, health_check_failure_threshold=0)

@@ -122,7 +122,9 @@ class RolloutController:
             output = await self._pool.call(replica, "generate", request, events)
         except TimeoutError:
             self._events["timeouts"] += 1
-            return None, f"no answer within rollout_timeout={self.config.rollout_timeout:g} s"
+            problem = f"no answer within rollout_timeout={self.config.rollout_timeout:g} s"
+            await self._pool.probe(replica, problem)
+            return None, problem
         except WorkerLostError as error:
             if replica.lost:  # else it has counted them
                 self._events.update(events)

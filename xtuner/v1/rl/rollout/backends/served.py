@@ -84,6 +84,8 @@ class ServedEngine(ABC):
         self._restarts = 0
         self._silent_since: float | None = None
         """When the first health check was sent that had no answer, and none after it."""
+        self._given_up = False
+        """Whether somebody has given up a request since the server last answered."""
 
     # ---- what an engine has to say ----
 
@@ -141,7 +143,7 @@ class ServedEngine(ABC):
         given = self.config.api_key
         self.starts += 1
         self._asleep.clear()
-        self._abandoned, self._silent_since = False, None
+        self._abandoned, self._silent_since, self._given_up = False, None, False
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             self._variables,
@@ -165,7 +167,7 @@ class ServedEngine(ABC):
     async def health(self) -> bool:
         """False before `start`, after `stop`, and when a dead server cannot be brought back, or not with its weights.
         One that is asleep or is being brought back with them is healthy: requests wait for it. One that hangs is
-        started again when it would be left out."""
+        started again when it would be left out, or if it has kept somebody waiting for too long before."""
         if self._obstacle.keys() & {"start", "failure", "loss"}:
             return False
         if self._coming_back() or self._obstacle.keys() & {"weights", "kv_cache"}:
@@ -178,12 +180,12 @@ class ServedEngine(ABC):
         # A little sooner than the controller gives up.
         status = await self.server.status(self.health_path, 0.8 * config.health_check_timeout_seconds)
         if status is not None:
-            self._silent_since = None
+            self._silent_since, self._given_up = None, False
             return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
         if self._silent_since is None:
             self._silent_since = asked_at
         silence, checks = asyncio.get_running_loop().time() - self._silent_since, config.health_check_failure_threshold
-        if checks > 0 and silence >= (checks - 1) * config.health_check_interval_seconds:
+        if self._given_up or (checks > 0 and silence >= (checks - 1) * config.health_check_interval_seconds):
             return self._bring_back(f"it has not answered for {silence:.0f} s. {self.server.last_lines()}")
         if await self.server.dies():
             return self._bring_back(f"its process is gone. {self.server.last_lines()}")
@@ -317,11 +319,11 @@ class ServedEngine(ABC):
             await self._look_after(str(error))
             raise
         except asyncio.CancelledError:
-            self._abandoned = True
+            self._abandoned = self._given_up = True
             raise
         finally:
             self._in_flight.discard(request.request_id)
-        self._restarts, self._silent_since = 0, None
+        self._restarts, self._silent_since, self._given_up = 0, None, False
         output.weight_versions = [version] * len(output.token_ids)
         return output
 
