@@ -3,16 +3,18 @@
 import asyncio
 import os
 import resource
+import signal
 
 import pytest
 from scripted_engine import Letters
 from toy_engine import Engine, started
 
 from xtuner.v1.data_proto import RolloutState, SampleParams
-from xtuner.v1.rl.rollout.backends.server import OutOfFilesError
+from xtuner.v1.rl.rollout.backends.server import OutOfFilesError, ServerError
 from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.rollout.worker import RolloutWorker
 from xtuner.v1.rl.utils.handles import LocalHandle
+from xtuner.v1.rl.weight_update import EngineDownError
 
 
 def controller_of(engine: Engine) -> RolloutController:
@@ -61,6 +63,51 @@ def test_a_process_with_servers_may_open_as_many_files_as_it_is_allowed_to(run):
         run(scenario)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class ForgetsOnce(Engine):
+    """The server does not take its old weights, once."""
+
+    fails = False
+
+    async def load(self, folder, version):
+        if self.fails:
+            self.fails = False
+            raise ServerError("no room for a moment")
+        await super().load(folder, version)
+
+
+def test_one_that_came_back_without_its_weights_is_ended_and_tried_again(run):
+    async def scenario(engine):
+        engine.fails = True
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        assert await engine.health()
+        await engine._restart_ended()
+        assert not await engine.health() and not engine.server.alive
+        with pytest.raises(EngineDownError, match="could not be brought back: no room for a moment"):
+            await engine.update(8)  # it is the engine's trouble, not the run's
+        await engine.sleep()
+        await engine.revive()
+        await engine.wake(("weights",))
+        await engine.update(8)
+        await engine.wake(("kv_cache",))
+        assert await engine.health() and await engine.token() == (8, [8])
+
+    run(scenario, device="cuda", kind=ForgetsOnce)
+
+
+def test_one_that_sleeps_with_its_weights_alone_and_does_not_come_back_is_down_for_an_update_too(run):
+    async def scenario(engine):
+        await engine.sleep(("weights",))
+        engine.python += "-gone"
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        for call in (engine.wake(("weights",)), engine.update(8)):
+            with pytest.raises(EngineDownError, match="could not be brought back"):
+                await call
+
+    run(scenario, device="cuda")
 
 
 def test_a_server_that_hangs_is_started_again_when_the_controller_s_time_for_a_request_is_over(run):

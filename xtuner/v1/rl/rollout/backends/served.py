@@ -232,7 +232,8 @@ class ServedEngine(ABC):
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._refuse_in_flight("update_weights")
-        self._refuse_if_down()
+        if not self._coming_back() and (why := self._obstacle.get("failure")):  # waking it has tried again
+            raise EngineDownError(f"{self.server.name}: {why}")
         if why := self._obstacle.get("start") or self._obstacle.get("weights"):
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
@@ -417,6 +418,7 @@ class ServedEngine(ABC):
             if not self._obstacle.keys() & {"update", "loss"}:
                 await self.carrier.repeat(self.version)
         except Exception as error:
+            await self.server.end()  # it may have started, and have no weights: the next try is another one's
             self._obstacle["failure"] = f"it died and could not be brought back: {error}"
             get_logger().error(f"{self.server.name}: {self._obstacle['failure']}")
 
