@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from scripted_engine import Letters
-from toy_engine import Engine, started
+from toy_engine import Engine, request, started
 
 from xtuner.v1.data_proto import RolloutState, SampleParams
 from xtuner.v1.rl.rollout.backends.server import OutOfFilesError, ServerError
@@ -108,6 +108,22 @@ def test_one_that_sleeps_with_its_weights_alone_and_does_not_come_back_is_down_f
                 await call
 
     run(scenario, device="cuda")
+
+
+def test_a_stop_while_requests_wait_for_a_server_starts_no_other(run):
+    async def scenario(engine):
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        assert await engine.health()
+        waiting = [asyncio.ensure_future(engine.generate(request(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        await engine.stop()
+        outputs = await asyncio.gather(*waiting)
+        assert all("the engine was stopped" in output.error for output in outputs)
+        await asyncio.sleep(0.5)
+        assert engine.server.pid is None and engine.server.home is None
+
+    run(scenario)
 
 
 def test_a_server_that_hangs_is_started_again_when_the_controller_s_time_for_a_request_is_over(run):

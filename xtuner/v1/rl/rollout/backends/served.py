@@ -158,10 +158,10 @@ class ServedEngine(ABC):
         return self.inherited | own | given | path
 
     async def stop(self) -> None:
+        self._obstacle = {"start": "the engine was stopped."}  # requests that wait for a restart find it
         if self._restart is not None and self._coming_back():
             self._restart.cancel()
             await asyncio.wait([self._restart])
-        self._obstacle = {"start": "the engine was stopped."}
         await self.server.stop()
 
     async def health(self) -> bool:
