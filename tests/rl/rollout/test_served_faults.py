@@ -126,6 +126,28 @@ def test_a_stop_while_requests_wait_for_a_server_starts_no_other(run):
     run(scenario)
 
 
+class DiesOfSleep(Engine):
+    async def release(self, tags):
+        os.kill(self.process, signal.SIGKILL)
+        await super().release(tags)
+
+
+def test_a_health_check_that_ends_asleep_starts_nothing_on_the_device_of_another(run):
+    async def scenario(engine):
+        os.kill(engine.process, signal.SIGSTOP)
+        check = asyncio.ensure_future(engine.health())  # while it is awake
+        await asyncio.sleep(0.1)
+        await engine.sleep()
+        assert not engine.server.alive
+        await asyncio.gather(check, return_exceptions=True)
+        assert await engine.health() and engine.starts == 1 and not engine.server.alive
+        await engine.wake()
+        await engine.update(8)
+        assert await engine.token() == (8, [8]) and engine.starts == 2
+
+    run(scenario, device="cuda", kind=DiesOfSleep)
+
+
 def test_a_server_that_hangs_is_started_again_when_the_controller_s_time_for_a_request_is_over(run):
     """Without any other health check; one that answers is not."""
 

@@ -389,10 +389,13 @@ class ServedEngine(ABC):
     def _coming_back(self) -> bool:
         return self._restart is not None and not self._restart.done()
 
-    def _bring_back(self, problem: str) -> bool:
-        """Begin to start the server again. Whether it can serve after that, without an update."""
+    def _bring_back(self, problem: str, device_is_free: bool = False) -> bool:
+        """Begin to start the server again, unless the device is somebody else's. Whether it can serve after that,
+        without an update."""
         if self._coming_back():
             return "loss" not in self._obstacle
+        if "kv_cache" in self._obstacle and not device_is_free:
+            return True  # see `health`
         if "start" in self._obstacle:  # of a request that `stop` has ended
             return False
         if self._restarts >= _MAX_RESTARTS:
@@ -439,7 +442,7 @@ class ServedEngine(ABC):
             problem = f"its process is gone. {self.server.last_lines()}"
             if "kv_cache" in self._obstacle and not device_is_free:
                 raise EngineLostError(f"{self.server.name}: {problem}")
-            self._bring_back(problem)
+            self._bring_back(problem, device_is_free)
         await self._restart_ended()
         if why := self._obstacle.get("failure"):
             raise EngineDownError(f"{self.server.name}: {why}")
