@@ -50,7 +50,8 @@ class RolloutController:
             interval=config.health_check_interval_seconds,
             threshold=config.health_check_failure_threshold,
         )
-        self._start_s = _START_S if config.backend in (None, "native") else max(_START_S, 2 * server_start_limit())
+        native = config.backend is None or config.backend == "native"
+        self._start_s = _START_S if native else max(_START_S, 2 * server_start_limit(config, str(config.backend)))
         self._paused = self._closed = False
         self._ids = itertools.count()
         self._events: Counter[str] = Counter()

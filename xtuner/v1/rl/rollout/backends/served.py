@@ -147,7 +147,7 @@ class ServedEngine(ABC):
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             self._variables,
-            timeout=server_start_limit(),
+            timeout=server_start_limit(self.config, self.name),
             key=given[0] if isinstance(given, list) else given,
         )
 
