@@ -166,7 +166,8 @@ def test_errors_of_a_server_that_lives(tmp_path):
 
     async def life():
         facts = await start(server)
-        with pytest.raises(ServerRefused, match="HTTP 500: no such thing") as info:
+        said = r"the server \(its log is .*engine.log\), /error: HTTP 500: no such thing"
+        with pytest.raises(ServerRefused, match=said) as info:
             await server.post("/error")
         assert info.value.status == 500
         os.kill(facts["pid"], signal.SIGSTOP)

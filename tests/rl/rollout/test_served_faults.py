@@ -12,9 +12,10 @@ from toy_engine import Engine, request, started
 from xtuner.v1.data_proto import RolloutState, SampleParams
 from xtuner.v1.rl.rollout.backends.server import OutOfFilesError, ServerError
 from xtuner.v1.rl.rollout.controller import RolloutController
+from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
 from xtuner.v1.rl.rollout.worker import RolloutWorker
 from xtuner.v1.rl.utils.handles import LocalHandle
-from xtuner.v1.rl.weight_update import EngineDownError
+from xtuner.v1.rl.weight_update import EngineDownError, EngineLostError
 
 
 def controller_of(engine: Engine) -> RolloutController:
@@ -162,3 +163,35 @@ def test_a_server_that_hangs_is_started_again_when_the_controller_s_time_for_a_r
         assert (await controller.metrics())["timeouts"] == 3 and engine.starts == 2
 
     run(scenario, rollout_timeout=4, health_check_timeout_seconds=0.5, health_check_failure_threshold=0)
+
+
+class BreaksItsDevice(Engine):
+    """Its weights die with it, and no other server finds room."""
+
+    broken = False
+
+    def command(self, port):
+        return ["-c", "raise SystemExit('no room is left on the device')"] if self.broken else super().command(port)
+
+    def new_carrier(self):
+        carrier = super().new_carrier()
+        carrier.can_repeat = lambda: False
+        return carrier
+
+
+def test_a_run_without_engines_ends_with_the_last_reason(run):
+    async def scenario(engine):
+        controller, engine.broken = controller_of(engine), True
+        os.kill(engine.process, signal.SIGKILL)
+        await engine.server.dies()
+        with pytest.raises(NoWorkerLeftError, match="(?s)last error: .*exit code -9"):
+            await controller.generate(state(0))
+        await controller.sleep()
+        with pytest.raises(EngineLostError):
+            await controller.wake(("weights",))
+        with pytest.raises(RuntimeError, match="(?s)revive: all .* last error: .*no room is left on the device"):
+            await controller.revive()
+        with pytest.raises(NoWorkerLeftError, match="(?s)last error: .*no room is left on the device"):
+            await controller.generate(state(1))
+
+    run(scenario, device="cuda", kind=BreaksItsDevice)

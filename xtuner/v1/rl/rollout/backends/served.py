@@ -309,7 +309,7 @@ class ServedEngine(ABC):
                 tell_if_short(output, self.max_tokens(request), self.server.name)
         except ServerRefused as refusal:
             if refusal.status in OF_THE_REQUEST:
-                return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal}")
+                return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal.answer}")
             await self._look_after(str(refusal))
             raise
         except ServerDied as death:

@@ -59,9 +59,10 @@ class OutOfFilesError(ServerError):
 class ServerRefused(ServerError):
     """It answered with an HTTP error."""
 
-    def __init__(self, status: int, text: str):
-        super().__init__(f"HTTP {status}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
-        self.status, self.text = status, text
+    def __init__(self, what: str, status: int, text: str):
+        """`what` was refused: server, path and log. Some say nothing themselves but that something went wrong."""
+        self.status, self.answer = status, f"HTTP {status}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}"
+        super().__init__(f"{what}: {self.answer}")
 
 
 class EngineServer:
@@ -227,7 +228,8 @@ class EngineServer:
                 raise self._death("died") from error
             raise ServerError(f"{self.name}: {path} broke off ({type(error).__name__}: {error}).") from error
         if not answer.is_success:  # who sends us elsewhere has done nothing
-            raise ServerRefused(answer.status_code, answer.text)
+            what = f"{self.name} (its log is {self.log_file}), {path}"
+            raise ServerRefused(what, answer.status_code, answer.text)
         try:
             return answer.json()
         except ValueError:
