@@ -127,7 +127,7 @@ class Buckets:
     def last_lines(self):
         return "the last lines"
 
-    async def manage(self, path, body, timeout):
+    async def change(self, path, body, timeout):
         message = ForkingPickler.loads(base64.b64decode(body["serialized_named_tensors"]))
         if "flattened_tensor" in message:
             rebuild, args = message["flattened_tensor"]

@@ -9,7 +9,10 @@ import pytest
 from scripted_engine import Letters
 from toy_engine import Engine, request, started
 
+from tests.engines.host_window import HostWindow
 from xtuner.v1.data_proto import RolloutState, SampleParams
+from xtuner.v1.rl.rollout.backends.lmdeploy import LMDeployEngine
+from xtuner.v1.rl.rollout.backends.lmdeploy_weights import BucketCarrier
 from xtuner.v1.rl.rollout.backends.server import OutOfFilesError, ServerError
 from xtuner.v1.rl.rollout.controller import RolloutController
 from xtuner.v1.rl.rollout.replicas import NoWorkerLeftError
@@ -195,3 +198,34 @@ def test_a_run_without_engines_ends_with_the_last_reason(run):
             await controller.generate(state(1))
 
     run(scenario, device="cuda", kind=BreaksItsDevice)
+
+
+class ToyLMDeploy(LMDeployEngine, Engine):
+    """LMDeploy's calls to the toy server, which says that it is well at /health, always."""
+
+    command, environment, ask, abort_all = Engine.command, Engine.environment, Engine.ask, Engine.abort_all
+
+    def new_carrier(self):
+        return BucketCarrier(self, HostWindow)
+
+
+@pytest.mark.parametrize("call", ["/sleep", "/wakeup", "/update_weights"])
+def test_lmdeploy_asleep_counts_as_dead_if_it_fails_a_call_whatever_its_health_says(run, call):
+    async def scenario(engine):
+        if call != "/sleep":
+            await engine.sleep()
+        if call == "/update_weights":
+            await engine.wake(("weights",))
+        await engine.post("/break", call)
+        if call == "/sleep":
+            await engine.sleep()
+        with pytest.raises(EngineLostError):
+            await (engine.update(8) if call == "/update_weights" else engine.wake(("weights",)))
+        assert not engine.server.alive and await engine.health()
+        await engine.revive()
+        await engine.wake(("weights",))
+        await engine.update(9)
+        await engine.wake(("kv_cache",))
+        assert (await engine.token())[1] == [9] and engine.starts == 2
+
+    run(scenario, device="cuda", kind=ToyLMDeploy)

@@ -15,7 +15,7 @@ from xtuner.v1.rl.rollout.backends.served import ServedEngine
 
 PROGRAM = r"""
 import http.server, json, sys, threading
-weights, asleep, aborted = 0, set(), threading.Event()
+weights, asleep, aborted, broken = 0, set(), threading.Event(), "nothing"
 class Handler(http.server.BaseHTTPRequestHandler):
     def say(self, status, body):
         self.send_response(status)
@@ -24,9 +24,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.say(200, sorted(asleep))
     def do_POST(self):
-        global weights
+        global weights, broken
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
-        if self.path == "/generate":
+        if self.path.startswith(broken):
+            self.say(500, "Internal Server Error")
+        elif self.path == "/generate":
             ended = body["slow"] and aborted.wait(60)
             self.say(200, {"token": weights, "reason": "abort" if ended else "stop"})
         elif self.path == "/load":
@@ -35,6 +37,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             weights = body["version"]
             self.say(200, None)
         else:
+            if self.path == "/break":
+                broken = body
             if self.path == "/abort":
                 aborted.set()
             if self.path == "/release":
