@@ -191,6 +191,13 @@ def test_nobody_without_the_key_is_served(engines, engine):
                 f"http://127.0.0.1:{engine.server.port}{path}", json={}, headers=headers, trust_env=False
             )
             assert answer.status_code == 401, path
+    # As docs/engines.md says.
+    without = {
+        "lmdeploy": ("/health", "/docs", "/redoc", "/nodes"), "sglang": ("/health", "/ready", "/metrics"), "vllm": (),
+    }[engines.name]  # fmt: skip
+    for path in ("/health", "/ready", "/metrics", "/docs", "/redoc", "/nodes/status", "/v1/models", "/"):
+        answer = httpx.get(f"http://127.0.0.1:{engine.server.port}{path}", trust_env=False, timeout=30)
+        assert (answer.status_code != 401) == path.startswith(without), path
     (command,) = [
         Path(f"/proc/{pid}/cmdline").read_text()
         for pid in [engine.server._process.pid]  # noqa: SLF001

@@ -92,6 +92,8 @@ def test_a_lost_request_ends_at_the_timeout_and_is_tried_again():
         samples = await asyncio.gather(*(controller.generate(state(i)) for i in range(16)))
         assert all(s.status == Status.COMPLETED for s in samples)
         assert engines[0].cancelled == 1  # the engine does not go on with what nobody waits for
+        asked = engines[0].requests  # SGLang refuses a number that it knows, with the same draws in the next attempt
+        assert len({r.request_id for r in asked}) == 17 and len({r.seed for r in asked}) == 16
         metrics = await controller.metrics()
         assert (metrics["requests"], metrics["timeouts"], metrics["retries"], metrics["failures"]) == (17, 1, 1, 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.helpers import write_model
-from xtuner.v1.rl.rollout.backends.options import engine_options, engine_python
+from xtuner.v1.rl.rollout.backends.options import engine_options, engine_python, server_start_limit
 from xtuner.v1.rl.rollout.config import RolloutConfig
 from xtuner.v1.rl.rollout.worker import RolloutWorker
 from xtuner.v1.rl.utils import AcceleratorResourcesConfig, build_launcher
@@ -43,8 +43,8 @@ def resolved(model):
     return resolve
 
 
-def command(config: RolloutConfig) -> list[str]:
-    engine = RolloutWorker(config, 0, "cpu").build_engine()
+def command(config: RolloutConfig, rank: int = 0) -> list[str]:
+    engine = RolloutWorker(config, rank, "cpu").build_engine()
     from xtuner.v1.model.hf_config import get_model_config_from_hf
 
     engine._model_config = get_model_config_from_hf(engine.model_path)
@@ -70,6 +70,21 @@ def test_an_interpreter_is_known_by_its_whole_path_wherever_its_user_is(resolved
     config = resolved(extra_rollout_config={"vllm_python": "./python-vllm"})
     monkeypatch.chdir("/")  # a worker's folder may be another one
     assert engine_python(config, "vllm") == str(tmp_path / "python-vllm")
+
+
+def test_variables_of_the_driver_hold_for_workers_that_do_not_have_them(resolved, tmp_path, monkeypatch):
+    """Those of a Ray cluster that was there before."""
+    monkeypatch.setenv("XTUNER_ENGINE_START_TIMEOUT", "77")
+    config = resolved()
+    monkeypatch.delenv("XTUNER_VLLM_PYTHON")
+    monkeypatch.delenv("XTUNER_ENGINE_START_TIMEOUT")
+    assert engine_python(config, "vllm") == str(tmp_path / "python-vllm")
+    assert server_start_limit(config, "vllm") == 77 and engine_options(config, "vllm").arguments == {}
+
+
+def test_a_start_limit_that_is_none_is_refused(resolved):
+    with pytest.raises(RuntimeError, match=r"extra_rollout_config\['vllm_start_timeout'\]='soon' is no number of sec"):
+        resolved(extra_rollout_config={"vllm_start_timeout": "soon"})
 
 
 @pytest.mark.parametrize(
@@ -190,6 +205,14 @@ def test_a_key_that_no_header_holds_is_refused_and_not_shown(resolved, key):
 def test_a_tokenizer_that_is_not_there_is_refused(resolved):
     with pytest.raises(ValueError, match="tokenizer_path='nowhere' .it is no folder."):
         resolved(tokenizer_path="nowhere")
+
+
+@pytest.mark.parametrize(("engine", "argument"), [("sglang", "--random-seed"), ("vllm", "--seed")])
+def test_servers_draw_other_numbers_each(resolved, engine, argument):
+    """Answers to a prompt come from several; SGLang's draws are of its server's seed."""
+    config = resolved(engine, random_seed=2**32 - 2)
+    lines = [command(config, rank) for rank in range(3)]
+    assert [words[words.index(argument) + 1] for words in lines] == [str(2**32 - 2), str(2**32 - 1), "0"]
 
 
 def test_vllm_s_step_is_as_large_as_was_asked_or_refused(resolved):

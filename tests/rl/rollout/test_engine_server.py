@@ -166,7 +166,8 @@ def test_errors_of_a_server_that_lives(tmp_path):
 
     async def life():
         facts = await start(server)
-        with pytest.raises(ServerRefused, match="HTTP 500: no such thing") as info:
+        said = r"the server \(its log is .*engine.log\), /error: HTTP 500: no such thing"
+        with pytest.raises(ServerRefused, match=said) as info:
             await server.post("/error")
         assert info.value.status == 500
         os.kill(facts["pid"], signal.SIGSTOP)
@@ -288,6 +289,28 @@ def test_what_a_server_only_reads_in_shared_memory_stays(tmp_path):
             assert kept.exists()
 
     asyncio.run(life())
+
+
+def test_semaphores_of_a_server_go_with_it(tmp_path):
+    """They are mapped before they have their name."""
+    server, name = make(tmp_path), f"/dev/shm/sem.xtuner-test-{os.getpid()}"
+    opens = (
+        "import ctypes, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"ctypes.CDLL(None).sem_open(b'/{Path(name).name.removeprefix('sem.')}', 0o100, 0o600, 1)\n"
+    )
+
+    async def life():
+        await server.start(
+            lambda port: [sys.executable, "-c", opens + PROGRAM, str(port)], lambda key: os.environ | {"KEY": key}, 30
+        )
+        assert os.path.exists(name)
+        await server.stop()
+        assert not os.path.exists(name)
+
+    try:
+        asyncio.run(life())
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def test_a_driver_that_is_killed_while_its_server_is_dead_leaves_no_folder(tmp_path):

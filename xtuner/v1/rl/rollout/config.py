@@ -16,9 +16,9 @@ from .backends.options import (
     device_problem,
     dtype_problems,
     engine_problem,
-    engine_python,
     no_effect_in,
     not_in,
+    of_this_place,
     option_problems,
     size_problems,
 )
@@ -88,7 +88,9 @@ class RolloutConfig(XTunerConfig):
     cpu_cache_bytes: int = Field(4 * _GIB, gt=0)
     """Largest KV cache on a CPU, in bytes. The native engine's grows on demand."""
     random_seed: int = Field(1024, ge=0, lt=2**32)
-    """Seed of a server. The native engine draws from the trainer's seed and the rollout id."""
+    """Seed of a server, to which its rank is added (modulo 2**32): what SGLang draws comes from it, unless it is
+    deterministic. vLLM and LMDeploy draw from the seeds of requests, the native engine from the trainer's seed and the
+    rollout id."""
     rollout_cross_node_comm: bool = False
     """Engine over several machines."""
     dist_port_base: int = Field(25000, ge=1024, le=65535)
@@ -143,7 +145,8 @@ class RolloutConfig(XTunerConfig):
     """Serve in float8."""
     extra_rollout_config: dict[str, Any] = Field({}, repr=False)
     """Options for the engine's server, by prefix: `sglang_*`, `lmdeploy_*`, `vllm_*`; `vllm_max_log_len=9` becomes
-    `--max-log-len 9`. `*_python` is the interpreter of its environment, `*_env` a mapping of variables for it."""
+    `--max-log-len 9`. `*_python` is the interpreter of its environment, `*_env` a mapping of variables for it,
+    `*_start_timeout` the seconds that it may take to start."""
     max_retry_per_worker: int | None = None
     """Kept for compatibility: `health_check_failure_threshold` decides when an engine is left out."""
     max_retry_per_sample: int = Field(1, ge=0)
@@ -269,8 +272,8 @@ class RolloutConfig(XTunerConfig):
             1024 if context <= 4096 else 512 if context <= 8192 else 128
         )
         filled = {"backend": backend, "context_length": context, "rollout_max_batch_size_per_instance": batch}
-        if (python := f"{backend}_python") in self.extra_rollout_config:  # a worker may be in another folder
-            filled["extra_rollout_config"] = self.extra_rollout_config | {python: engine_python(self, backend)}
+        if backend != "native":
+            filled["extra_rollout_config"] = self.extra_rollout_config | of_this_place(self, backend)
         resolved = self.model_copy(update=filled)
         _refuse(backend, size_problems(resolved, backend))
         return resolved

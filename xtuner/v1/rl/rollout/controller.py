@@ -5,6 +5,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +50,8 @@ class RolloutController:
             interval=config.health_check_interval_seconds,
             threshold=config.health_check_failure_threshold,
         )
-        self._start_s = _START_S if config.backend in (None, "native") else max(_START_S, 2 * server_start_limit())
+        native = config.backend is None or config.backend == "native"
+        self._start_s = _START_S if native else max(_START_S, 2 * server_start_limit(config, str(config.backend)))
         self._paused = self._closed = False
         self._ids = itertools.count()
         self._events: Counter[str] = Counter()
@@ -83,6 +85,7 @@ class RolloutController:
             replica = await self._pool.find(state.session_id, avoid=replica)
             if attempt:
                 self._events["retries"] += 1
+                request = replace(request, request_id=next(self._ids))  # the engine may not be done with the last one
             output, problem = await self._attempt(replica, request)
             if output is not None and output.finish_reason == "error":
                 self._events["refused"] += 1
@@ -120,7 +123,9 @@ class RolloutController:
             output = await self._pool.call(replica, "generate", request, events)
         except TimeoutError:
             self._events["timeouts"] += 1
-            return None, f"no answer within rollout_timeout={self.config.rollout_timeout:g} s"
+            problem = f"no answer within rollout_timeout={self.config.rollout_timeout:g} s"
+            await self._pool.probe(replica, problem)
+            return None, problem
         except WorkerLostError as error:
             if replica.lost:  # else it has counted them
                 self._events.update(events)

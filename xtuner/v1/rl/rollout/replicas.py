@@ -153,9 +153,10 @@ class ReplicaPool:
     def give_up(self, replica: Replica, error: str, lost: bool = False) -> None:
         """No more requests for this worker's engine; those in flight end now, to be tried elsewhere."""
         replica.lost |= lost
+        self.last_error = error
         if not replica.active:
             return
-        replica.active, self.last_error = False, error
+        replica.active = False
         get_logger().error(f"{replica.name} is out of service, its requests go to others: {error}")
         for rank in self.replicas:
             for request in rank.in_flight if rank.engine == replica.engine else ():
@@ -187,7 +188,8 @@ class ReplicaPool:
             return False
         replica.missed = 0
         if not healthy:
-            self.give_up(replica, why or "its engine says that it cannot serve")
+            if why or replica.active:  # else somebody has said why before
+                self.give_up(replica, why or "its engine says that it cannot serve")
             return False
         if not replica.active:
             replica.active = True

@@ -17,6 +17,7 @@ class GenerateRequest:
     """One response wanted: token ids in. `seed` makes it independent of what else is in the batch."""
 
     request_id: int
+    """Of one attempt at it."""
     prompt_ids: list[int]
     params: SampleParams
     seed: int

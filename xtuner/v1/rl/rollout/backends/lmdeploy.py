@@ -16,6 +16,7 @@ from .carriers import Carrier
 from .lmdeploy_weights import BucketCarrier
 from .sampling_checks import is_greedy
 from .served import CALL_S, ServedEngine
+from .server import OutOfFilesError, ServerError, ServerRefused
 
 if TYPE_CHECKING:
     from ..config import RolloutConfig
@@ -125,17 +126,27 @@ class LMDeployEngine(ServedEngine):
 
     # ---- memory ----
 
+    async def change(self, path: str, body: Any, timeout: float = CALL_S) -> None:
+        """A call that puts it to sleep, wakes it or brings it weights. Asleep its /health does not ask its engine: one
+        that fails such a call is ended."""
+        try:
+            await self.server.manage(path, body, timeout)
+        except ServerError as error:
+            if not isinstance(error, OutOfFilesError) and not (isinstance(error, ServerRefused) and error.status < 500):
+                await self.server.end()
+            raise
+
     async def release(self, tags: set[MemoryTag]) -> None:
         """It only ever sleeps as a whole: weights that shall stay go to host memory and come back."""
         keep = "weights" not in tags
-        await self.server.manage(f"/sleep?level={1 if keep else 2}", {}, timeout=CALL_S)
+        await self.change(f"/sleep?level={1 if keep else 2}", {})
         if keep:
-            await self.server.manage("/wakeup?tags=weights", {}, timeout=CALL_S)
+            await self.change("/wakeup?tags=weights", {})
 
     async def resume(self, tags: set[MemoryTag]) -> None:
         """Those of the tags, or all that sleeps if nothing else is known to."""
         named = "" if tags == self._asleep else "?" + "&".join(f"tags={tag}" for tag in sorted(tags))
-        await self.server.manage(f"/wakeup{named}", {}, timeout=CALL_S)
+        await self.change(f"/wakeup{named}", {})
 
     # ---- weights ----
 

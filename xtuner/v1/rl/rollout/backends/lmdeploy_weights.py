@@ -38,6 +38,9 @@ class TakesBuckets(Protocol):
     async def has_weights(self) -> None:
         """After it."""
 
+    async def change(self, path: str, body: Any, timeout: float) -> None:
+        """A call to the server, which is the end of one that fails it."""
+
 
 class Window(Protocol):
     """Memory of this process that the server's process can open."""
@@ -158,7 +161,7 @@ class BucketCarrier(Carrier):
             "serialized_named_tensors": base64.b64encode(ForkingPickler.dumps(message)).decode(),
             "load_format": "flattened_bucket", "finished": finished,
         }  # fmt: skip
-        await self._engine.server.manage("/update_weights", body, timeout=_SILENCE_S)
+        await self._engine.change("/update_weights", body, timeout=_SILENCE_S)
 
     def can_repeat(self) -> bool:
         return not self._brought

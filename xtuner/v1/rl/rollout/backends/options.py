@@ -63,8 +63,8 @@ def no_effect_in(engine: str) -> tuple[str, ...]:
     return NO_EFFECT_IN_SERVED + (("random_seed", "chunked_prefill_size") if engine == "lmdeploy" else ())
 
 
-_OWN = ("python", "env")
-"""Options that are for us: the engine's interpreter, and variables for its process."""
+_OWN = ("python", "env", "start_timeout")
+"""Options that are for us: the engine's interpreter, variables for its process, and the limit of its start."""
 _ARGUMENT = re.compile(r"[A-Za-z][\w.-]*")
 _KEY = re.compile(r"[!-~]+")
 _RESERVED = {
@@ -312,7 +312,7 @@ def engine_problem(config: "RolloutConfig", engine: str) -> str | None:
     """Why the engine cannot be driven here: not installed, of another version, or with a start limit that is none.
     Nothing of it is imported."""
     try:
-        server_start_limit()
+        server_start_limit(config, engine)
     except ValueError as error:
         return str(error)
     native = f"or set rollout_config.backend='native' (and unset XTUNER_USE_{engine.upper()})"
@@ -352,16 +352,25 @@ def _between(first: str, version: str, beyond: str) -> bool:
     return Version(first) <= found and Version(found.base_version) < Version(beyond)
 
 
-def server_start_limit() -> float:
-    """Seconds until a server must answer: XTUNER_ENGINE_START_TIMEOUT. Raises ValueError for what is no such number."""
-    text = os.environ.get("XTUNER_ENGINE_START_TIMEOUT", "900")
+def server_start_limit(config: "RolloutConfig", engine: str) -> float:
+    """Seconds until a server must answer. Raises ValueError for what is no such number."""
+    key, variable = f"{engine}_start_timeout", "XTUNER_ENGINE_START_TIMEOUT"
+    given = config.extra_rollout_config.get(key)
+    said = os.environ.get(variable, "900") if given is None else given
     try:
-        seconds = float(text)
-    except ValueError:
+        seconds = float(said)
+    except (TypeError, ValueError):
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"XTUNER_ENGINE_START_TIMEOUT={text!r} is no number of seconds above 0; set one, or unset it.")
+        where = variable if given is None else f"extra_rollout_config[{key!r}]"
+        raise ValueError(f"{where}={said!r} is no number of seconds above 0; set one, or leave it out.")
     return seconds
+
+
+def of_this_place(config: "RolloutConfig", engine: str) -> dict[str, Any]:
+    """What this process's variables and folder say, as options: a worker's may be others."""
+    limit = server_start_limit(config, engine)
+    return {f"{engine}_python": engine_python(config, engine), f"{engine}_start_timeout": limit}
 
 
 def device_problem(engine: str, device: str) -> str | None:

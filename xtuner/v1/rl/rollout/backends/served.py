@@ -84,6 +84,8 @@ class ServedEngine(ABC):
         self._restarts = 0
         self._silent_since: float | None = None
         """When the first health check was sent that had no answer, and none after it."""
+        self._given_up = False
+        """Whether somebody has given up a request since the server last answered."""
 
     # ---- what an engine has to say ----
 
@@ -141,11 +143,11 @@ class ServedEngine(ABC):
         given = self.config.api_key
         self.starts += 1
         self._asleep.clear()
-        self._abandoned, self._silent_since = False, None
+        self._abandoned, self._silent_since, self._given_up = False, None, False
         await self.server.start(
             lambda port: [self.python, *self.command(port)],
             self._variables,
-            timeout=server_start_limit(),
+            timeout=server_start_limit(self.config, self.name),
             key=given[0] if isinstance(given, list) else given,
         )
 
@@ -156,16 +158,16 @@ class ServedEngine(ABC):
         return self.inherited | own | given | path
 
     async def stop(self) -> None:
+        self._obstacle = {"start": "the engine was stopped."}  # requests that wait for a restart find it
         if self._restart is not None and self._coming_back():
             self._restart.cancel()
             await asyncio.wait([self._restart])
-        self._obstacle = {"start": "the engine was stopped."}
         await self.server.stop()
 
     async def health(self) -> bool:
         """False before `start`, after `stop`, and when a dead server cannot be brought back, or not with its weights.
         One that is asleep or is being brought back with them is healthy: requests wait for it. One that hangs is
-        started again when it would be left out."""
+        started again when it would be left out, or if it has kept somebody waiting for too long before."""
         if self._obstacle.keys() & {"start", "failure", "loss"}:
             return False
         if self._coming_back() or self._obstacle.keys() & {"weights", "kv_cache"}:
@@ -178,12 +180,12 @@ class ServedEngine(ABC):
         # A little sooner than the controller gives up.
         status = await self.server.status(self.health_path, 0.8 * config.health_check_timeout_seconds)
         if status is not None:
-            self._silent_since = None
+            self._silent_since, self._given_up = None, False
             return status == 200 or self._bring_back(f"it says that it cannot serve (HTTP {status})")
         if self._silent_since is None:
             self._silent_since = asked_at
         silence, checks = asyncio.get_running_loop().time() - self._silent_since, config.health_check_failure_threshold
-        if checks > 0 and silence >= (checks - 1) * config.health_check_interval_seconds:
+        if self._given_up or (checks > 0 and silence >= (checks - 1) * config.health_check_interval_seconds):
             return self._bring_back(f"it has not answered for {silence:.0f} s. {self.server.last_lines()}")
         if await self.server.dies():
             return self._bring_back(f"its process is gone. {self.server.last_lines()}")
@@ -230,7 +232,8 @@ class ServedEngine(ABC):
 
     async def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._refuse_in_flight("update_weights")
-        self._refuse_if_down()
+        if not self._coming_back() and (why := self._obstacle.get("failure")):  # waking it has tried again
+            raise EngineDownError(f"{self.server.name}: {why}")
         if why := self._obstacle.get("start") or self._obstacle.get("weights"):
             raise RuntimeError(f"update_weights: {why}")
         self._obstacle["update"] = "the last update of its weights is not complete: push them again."
@@ -306,7 +309,7 @@ class ServedEngine(ABC):
                 tell_if_short(output, self.max_tokens(request), self.server.name)
         except ServerRefused as refusal:
             if refusal.status in OF_THE_REQUEST:
-                return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal}")
+                return GenerateOutput(request.request_id, finish_reason="error", error=f"{self.name}: {refusal.answer}")
             await self._look_after(str(refusal))
             raise
         except ServerDied as death:
@@ -317,11 +320,11 @@ class ServedEngine(ABC):
             await self._look_after(str(error))
             raise
         except asyncio.CancelledError:
-            self._abandoned = True
+            self._abandoned = self._given_up = True
             raise
         finally:
             self._in_flight.discard(request.request_id)
-        self._restarts, self._silent_since = 0, None
+        self._restarts, self._silent_since, self._given_up = 0, None, False
         output.weight_versions = [version] * len(output.token_ids)
         return output
 
@@ -386,10 +389,13 @@ class ServedEngine(ABC):
     def _coming_back(self) -> bool:
         return self._restart is not None and not self._restart.done()
 
-    def _bring_back(self, problem: str) -> bool:
-        """Begin to start the server again. Whether it can serve after that, without an update."""
+    def _bring_back(self, problem: str, device_is_free: bool = False) -> bool:
+        """Begin to start the server again, unless the device is somebody else's. Whether it can serve after that,
+        without an update."""
         if self._coming_back():
             return "loss" not in self._obstacle
+        if "kv_cache" in self._obstacle and not device_is_free:
+            return True  # see `health`
         if "start" in self._obstacle:  # of a request that `stop` has ended
             return False
         if self._restarts >= _MAX_RESTARTS:
@@ -415,6 +421,7 @@ class ServedEngine(ABC):
             if not self._obstacle.keys() & {"update", "loss"}:
                 await self.carrier.repeat(self.version)
         except Exception as error:
+            await self.server.end()  # it may have started, and have no weights: the next try is another one's
             self._obstacle["failure"] = f"it died and could not be brought back: {error}"
             get_logger().error(f"{self.server.name}: {self._obstacle['failure']}")
 
@@ -435,7 +442,7 @@ class ServedEngine(ABC):
             problem = f"its process is gone. {self.server.last_lines()}"
             if "kv_cache" in self._obstacle and not device_is_free:
                 raise EngineLostError(f"{self.server.name}: {problem}")
-            self._bring_back(problem)
+            self._bring_back(problem, device_is_free)
         await self._restart_ended()
         if why := self._obstacle.get("failure"):
             raise EngineDownError(f"{self.server.name}: {why}")
@@ -457,24 +464,10 @@ class ServedEngine(ABC):
 
     # ---- facts ----
 
-    def cache_bytes(self) -> int:
-        """Of the KV cache on a CPU: what all sequences at their longest take, or `cpu_cache_bytes`."""
-        return self.cache_tokens() * self._row_bytes()
-
-    def _row_bytes(self) -> int:
-        heads, key_dim, value_dim = self._model_config.attention.cache_shape
-        return self._model_config.num_hidden_layers * heads * (key_dim + value_dim) * self.dtype.itemsize
-
-    def cache_tokens(self) -> int:
-        """The same in tokens."""
-        row = self._row_bytes()
-        room = self.config.cpu_cache_bytes // row
-        if room < self.context_length:
-            raise ValueError(
-                f"rollout_config.cpu_cache_bytes={self.config.cpu_cache_bytes} holds {room} tokens of {row} bytes, "
-                f"fewer than context_length={self.context_length}; raise it."
-            )
-        return min(room, self.max_batch_size * self.context_length)
+    @property
+    def draw_seed(self) -> int:
+        """Of the server, for what has none of its own: every rank draws other numbers."""
+        return (self.config.random_seed + self.rank) % 2**32
 
     @property
     def home(self) -> Path:

@@ -1,7 +1,9 @@
 """An engine server as a child process: its start, its health, calls to it, and an end that leaves nothing behind."""
 
 import asyncio
+import errno
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -34,6 +36,8 @@ _KILL_S = 10.0
 _SOCKET_BYTES = 107
 """What the path of a Unix socket may take."""
 _FOLDER = "xtuner-engine-"
+_OPEN_FILES = 65_536
+"""That this process may have, if it is allowed to: every request is a connection."""
 
 
 class ServerError(RuntimeError):
@@ -44,12 +48,21 @@ class ServerDied(ServerError):
     """Its process is gone. The message ends with its last log lines."""
 
 
+class OutOfFilesError(ServerError):
+    """This process may open no more files. That says nothing of the server."""
+
+    def __init__(self, server: str):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        super().__init__(f"{server} cannot be asked: too many open files, with a limit of {limit}; raise `ulimit -n`.")
+
+
 class ServerRefused(ServerError):
     """It answered with an HTTP error."""
 
-    def __init__(self, status: int, text: str):
-        super().__init__(f"HTTP {status}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
-        self.status, self.text = status, text
+    def __init__(self, what: str, status: int, text: str):
+        """`what` was refused: server, path and log. Some say nothing themselves but that something went wrong."""
+        self.status, self.answer = status, f"HTTP {status}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}"
+        super().__init__(f"{what}: {self.answer}")
 
 
 class EngineServer:
@@ -96,6 +109,7 @@ class EngineServer:
             TimeoutError: not within `timeout` seconds. It is ended.
         """
         await self.end()
+        _allow_open_files()
         self.key, fresh = key or secrets.token_hex(32), self.home is None
         try:
             self._launch(command, env)
@@ -179,12 +193,14 @@ class EngineServer:
         return await self.status(path, timeout) == 200
 
     async def status(self, path: str, timeout: float) -> int | None:
-        """HTTP status at `path`; None without an answer."""
+        """HTTP status at `path`; None without an answer. Raises OutOfFilesError where nobody knows."""
         if not self.alive:
             return None
         try:
             return (await self._http().get(path, timeout=timeout)).status_code
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
+            if _is_out_of_files(error):
+                raise OutOfFilesError(self.name) from error
             return None
 
     # ---- calls ----
@@ -195,6 +211,7 @@ class EngineServer:
         Raises:
             ServerDied: the server is gone.
             ServerRefused: it answered with another status than success.
+            OutOfFilesError: it was not asked.
             ServerError: the connection broke, or no answer came within `timeout` seconds.
         """
         if not self.alive:
@@ -205,11 +222,14 @@ class EngineServer:
             silence = f"{self.name}: no answer to {path} within {timeout:g} s. Its log is {self.log_file}."
             raise ServerError(silence) from error
         except httpx.HTTPError as error:
+            if _is_out_of_files(error):
+                raise OutOfFilesError(self.name) from error
             if await self.dies():
                 raise self._death("died") from error
             raise ServerError(f"{self.name}: {path} broke off ({type(error).__name__}: {error}).") from error
         if not answer.is_success:  # who sends us elsewhere has done nothing
-            raise ServerRefused(answer.status_code, answer.text)
+            what = f"{self.name} (its log is {self.log_file}), {path}"
+            raise ServerRefused(what, answer.status_code, answer.text)
         try:
             return answer.json()
         except ValueError:
@@ -285,6 +305,22 @@ class EngineServer:
         code = None if self._process is None else self._process.poll()
         cause = "" if code is None else f" (exit code {code}{_signal_name(code)})"
         return ServerDied(f"{self.name} {what}{cause}. {self.last_lines()}")
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    """Whether that is behind an error of a connection."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 async def _kill_session(number: int, problem: str) -> None:

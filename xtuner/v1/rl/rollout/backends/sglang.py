@@ -13,6 +13,7 @@ from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 from .answer_checks import checked, readable, said
 from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .carriers import Carrier, carrier_for
+from .cpu_cache import cache_tokens, row_bytes
 from .sampling_checks import is_greedy
 from .served import CALL_S, ServedEngine
 from .server import ServerError, ServerRefused
@@ -44,7 +45,8 @@ class SGLangEngine(ServedEngine):
         chunk = c.chunked_prefill_size if c.enable_chunked_prefill else -1
         prefill = () if c.max_prefill_token_num is None else ("--max-prefill-tokens", str(c.max_prefill_token_num))
         if self.device == "cpu":
-            room = self.cache_tokens() + self.max_batch_size * _SLACK
+            row = row_bytes(self._model_config, self.dtype)
+            room = cache_tokens(c, row) + self.max_batch_size * _SLACK
             memory = [*_ON_CPU, "--max-total-tokens", str(room)]
         else:
             memory = ["--enable-memory-saver", "--mem-fraction-static", str(c.gpu_memory_utilization)]
@@ -53,7 +55,7 @@ class SGLangEngine(ServedEngine):
             "--model-path", str(self.model_path), "--tokenizer-path", str(self.tokenizer_path),
             "--served-model-name", self.model_name, "--load-format", "dummy" if c.skip_load_weights else "auto",
             "--weight-version", "0", "--dtype", self.dtype_name, "--context-length", str(self.context_length + _SLACK),
-            "--max-running-requests", str(self.max_batch_size), "--random-seed", str(c.random_seed),
+            "--max-running-requests", str(self.max_batch_size), "--random-seed", str(self.draw_seed),
             "--chunked-prefill-size", str(chunk), *prefill,
             *(() if c.enable_prefix_caching else ("--disable-radix-cache",)),
             "--custom-weight-loader", _LOADER, "--skip-server-warmup", "--log-level", "info",

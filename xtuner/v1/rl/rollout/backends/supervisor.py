@@ -130,21 +130,29 @@ def _children(pid: int) -> list[int]:
 
 def _shared_memory(began: float) -> set[str]:
     """Files of shared memory that the server's processes have made, after this time, and have in use. Others may keep
-    there what these only read, as a model."""
-    paths: set[str] = set()
+    there what these only read, as a model. A semaphore was given its name after it was mapped under another."""
+    used: set[int] = set()
     for pid in _descendants(os.getpid()):
         try:
             with open(f"/proc/{pid}/maps") as file:
-                fields = [line.rstrip("\n").split(maxsplit=5) for line in file if " /dev/shm/" in line]
+                fields = [line.split(maxsplit=5) for line in file if " /dev/shm/" in line]
         except OSError:
             continue  # it has just ended
-        paths |= {path for _, access, _, _, _, path in fields if access[1] + access[3] == "ws"}
-    return {path for path in paths if os.path.dirname(path) == "/dev/shm" and _made_after(began, path)}
+        used |= {int(inode) for _, access, _, _, inode, _ in fields if access[1] + access[3] == "ws"}
+    return {entry.path for entry in _entries("/dev/shm") if entry.inode() in used and _made_after(began, entry.path)}
+
+
+def _entries(folder: str) -> "list[os.DirEntry[str]]":
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 def _made_after(began: float, path: str) -> bool:
     try:
-        facts = os.stat(path)
+        facts = os.lstat(path)
     except OSError:  # it is gone
         return False
     return stat.S_ISREG(facts.st_mode) and facts.st_ctime >= began

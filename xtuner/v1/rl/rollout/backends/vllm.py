@@ -10,6 +10,7 @@ from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 from .answer_checks import checked, readable, said
 from .base import GenerateOutput, GenerateRequest, MemoryTag
 from .carriers import Carrier, carrier_for
+from .cpu_cache import cache_tokens, row_bytes
 from .sampling_checks import is_greedy
 from .served import CALL_S, ServedEngine
 from .server import ServerError
@@ -35,7 +36,8 @@ class VLLMEngine(ServedEngine):
         piece = min(c.chunked_prefill_size, self.context_length) if c.enable_chunked_prefill else 0
         yes_no = ("--", "--no-")
         if self.device == "cpu":
-            memory = ["--enforce-eager", "--kv-cache-memory-bytes", str(self.cache_bytes())]
+            row = row_bytes(self._model_config, self.dtype)
+            memory = ["--enforce-eager", "--kv-cache-memory-bytes", str(cache_tokens(c, row) * row)]
         else:
             memory = ["--enable-sleep-mode", "--gpu-memory-utilization", str(c.gpu_memory_utilization)]
         return [
@@ -44,7 +46,7 @@ class VLLMEngine(ServedEngine):
             "--model", str(self.model_path), "--tokenizer", str(self.tokenizer_path),
             "--served-model-name", self.model_name, "--load-format", "dummy" if c.skip_load_weights else "auto",
             "--dtype", self.dtype_name, "--max-model-len", str(self.context_length),
-            "--max-num-seqs", str(self.max_batch_size), "--seed", str(c.random_seed),
+            "--max-num-seqs", str(self.max_batch_size), "--seed", str(self.draw_seed),
             "--logprobs-mode", "processed_logprobs", "--max-num-batched-tokens", str(step),
             "--long-prefill-token-threshold", str(piece),
             f"{yes_no[not c.enable_chunked_prefill]}enable-chunked-prefill",
