@@ -87,9 +87,12 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_worker_starts(tmp_pat
     model, checkpoint = write_model(tmp_path / "model", **other), run / "checkpoints" / "ckpt-step-2"
     load = LoadCheckpointConfig(checkpoint_path=checkpoint)
     changes = {"auto_resume": True} if how == "auto_resume" else {how: load, "work_dir": tmp_path / "new"}
+    cfg = config(model, tmp_path, **changes)
     with pytest.raises(ValueError, match=differing) as info:
-        config(model, tmp_path, **changes).build()
+        cfg.build()
     text = str(info.value)
+    if how == "load_checkpoint_cfg":
+        assert cfg.check_data() == [text] and not (tmp_path / "new").exists()
     assert is_message(info.value) and "\n" not in text
     assert text.startswith(f"{checkpoint / 'weights'} is of another model") and "load_checkpoint_cfg.checkpoint" in text
 

@@ -106,7 +106,7 @@ def test_rewards_that_draw_go_on_where_they_were(model, tmp_path):
     whole = fit(rewards(tmp_path / "a", task={"reward": Draws(10**6)})).series("response/rewards/mean")
     broken(rewards(tmp_path / "b", task={"reward": Draws(2 * BATCH * K + 3)}))
     resumed = fit(rewards(tmp_path / "b", task={"reward": Draws(10**6)}))
-    assert resumed.series("response/rewards/mean") == pytest.approx(whole, abs=1e-9)
+    assert resumed.series("response/rewards/mean") == pytest.approx(whole, abs=1e-6)  # summed as answers came in
 
 
 # The end of an epoch; and the middle of one, behind a checkpoint, so that a step is made again.

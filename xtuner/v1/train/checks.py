@@ -111,7 +111,8 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
                 else:
                     steps = cfg.total_train_steps
                     warn_of_repeated_prompts(cfg, prompts)
-                _check_continued(cfg, steps, dict(zip(names, samplers, strict=True)))
+                if (state := check_named_checkpoint(cfg, steps)) and cfg.load_checkpoint_cfg.load_dataset:
+                    restore_samplers(dict(zip(names, samplers, strict=True)), state["manager"])
             elif cfg.evaluator_config is not None:
                 for name, sampler in zip(names, samplers, strict=True):
                     cfg.evaluator_config.num_prompts(name, len(sampler))
@@ -120,20 +121,23 @@ def check_data(cfg: "RLColocateTrainerConfig") -> list[str]:
     return list(dict.fromkeys(problems))  # training and evaluation often share the tokenizer
 
 
-def _check_continued(cfg: "RLColocateTrainerConfig", steps: int, samplers: dict[str, Sampler]) -> None:
-    """ValueError or FileNotFoundError if no step is left behind the named checkpoint, or its model, prompts or batches
-    are others."""
-    load, worker = cfg.load_checkpoint_cfg, cfg.train_worker_cfg
-    if load.checkpoint_path is None or cfg.auto_resume:  # that prefers the run's own checkpoint, if there is one
-        return
-    folder = Path(load.checkpoint_path)
+def check_named_checkpoint(cfg: "RLColocateTrainerConfig", steps: int) -> dict[str, Any] | None:
+    """The state of the checkpoint that a run of so many steps begins with; None if that is not known: there is none, or
+    auto_resume prefers the run's own.
+
+    Raises:
+        ValueError, FileNotFoundError: it is none, no step is left behind it, or its batches or model are others.
+    """
+    path, worker = cfg.load_checkpoint_cfg.checkpoint_path, cfg.train_worker_cfg
+    if path is None or cfg.auto_resume:
+        return None
+    folder = Path(path)
     state = read_state(folder)
     if not (cfg.enable_evaluate and cfg.enable_initial_evaluate):
         refuse_done(folder, steps)
     refuse_other_batches(folder, state, cfg)
     check_train_state(folder / "weights", worker.model_cfg, worker.lora_cfg)
-    if load.load_dataset:
-        restore_samplers(samplers, state["manager"])
+    return state
 
 
 def measured_problems(

@@ -25,7 +25,7 @@ from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
 from .checkpoints import read_state, refuse_done, refuse_other_batches, restore_rng
-from .checks import epoch_steps, measured_problems, warn_of_repeated_prompts
+from .checks import check_named_checkpoint, epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
 from .experiment import Experiment
@@ -336,8 +336,7 @@ class RLColocateTrainer:
         self.total_steps = self._resolve_steps()
         resume = cfg.auto_resume and not self.debug
         named = cfg.load_checkpoint_cfg.checkpoint_path
-        if named is not None and not resume and not (cfg.enable_evaluate and cfg.enable_initial_evaluate):
-            refuse_done(Path(named), self.total_steps)
+        check_named_checkpoint(cfg, self.total_steps)
         log_dir = Path(cfg.log_dir) if cfg.log_dir else None
         self.experiment = Experiment(Path(cfg.work_dir or "work_dirs"), self.total_steps, resume, log_dir, self.debug)
         self.run_dir = self.experiment.path
