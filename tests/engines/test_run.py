@@ -79,7 +79,8 @@ def test_a_run_whose_engine_dies_twice_trains_on_and_generates_with_every_step_s
             assert row["train_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=2e-5)
     assert max(run.series("mismatch/mismatch_logprob_abs_diff_max")) < 2e-5
     assert run.series("rollout/failures") == [0] * STEPS and min(run.series("response/rewards/mean")) >= 0
-    assert all(update["grad_norm"] > 0 for update in run.updates)
+    taught = [any(row["advantage"] for row in run.trajectories(step)) for step in range(1, STEPS + 1)]
+    assert [update["grad_norm"] > 0 for update in run.updates] == taught and taught[0]  # it may learn to say one thing
 
     answers = {}
     for step in range(1, STEPS + 1):

@@ -88,9 +88,9 @@ class RolloutConfig(XTunerConfig):
     cpu_cache_bytes: int = Field(4 * _GIB, gt=0)
     """Largest KV cache on a CPU, in bytes. The native engine's grows on demand."""
     random_seed: int = Field(1024, ge=0, lt=2**32)
-    """Seed of a server, to which its rank is added (modulo 2**32): what SGLang draws comes from it, unless it is
-    deterministic. vLLM and LMDeploy draw from the seeds of requests, the native engine from the trainer's seed and the
-    rollout id."""
+    """Seed of a server, to which its rank is added, and 65,537 for each restart (modulo 2**32): what SGLang draws comes
+    from it, unless it is deterministic. vLLM and LMDeploy draw from the seeds of requests, the native engine from the
+    trainer's seed and the rollout id."""
     rollout_cross_node_comm: bool = False
     """Engine over several machines."""
     dist_port_base: int = Field(25000, ge=1024, le=65535)

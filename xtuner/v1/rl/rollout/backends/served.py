@@ -30,6 +30,8 @@ _ALL: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 CALL_S = 300.0
 """Seconds for a call that changes the engine's state."""
 _ABORT_S, _ABORT_AGAIN_S, _IDLE_S = 30.0, 0.2, 30.0
+_SEEDS = 65_537
+"""From one start of a server to the next: more than there are ranks."""
 _MAX_RESTARTS = 3
 """In a row, without a response in between."""
 
@@ -466,8 +468,8 @@ class ServedEngine(ABC):
 
     @property
     def draw_seed(self) -> int:
-        """Of the server, for what has none of its own: every rank draws other numbers."""
-        return (self.config.random_seed + self.rank) % 2**32
+        """Of the server, for what has none of its own: every rank draws other numbers, and again after a restart."""
+        return (self.config.random_seed + self.rank + _SEEDS * max(0, self.starts - 1)) % 2**32
 
     @property
     def home(self) -> Path:
