@@ -93,4 +93,4 @@ def _of_vllm(p: SampleParams, arguments: Mapping[str, Any]) -> str | None:
 OWN_REFUSALS: dict[str, Callable[[SampleParams, Mapping[str, Any]], str | None]] = {
     "native": _of_native, "sglang": _of_sglang, "lmdeploy": _of_lmdeploy, "vllm": _of_vllm,
 }  # fmt: skip
-"""What only this engine does in another way."""
+"""What this engine does in another way than others, or cannot do."""
