@@ -1,6 +1,7 @@
 """Faults on this side of an engine's server, or while several things happen to it at once."""
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -28,6 +29,15 @@ def controller_of(engine: Engine) -> RolloutController:
     return RolloutController(engine.config, [LocalHandle(worker)], ["rollout_0"], Letters(), seed=1)
 
 
+def number_behind_free_ones(count: int) -> int:
+    """The limit is of numbers, not of files: a file gets the lowest one that is free, and some may lie far below."""
+    gc.collect()  # whose files would become free later
+    taken = [os.dup(0) for _ in range(count + 1)]
+    for number in taken:
+        os.close(number)
+    return taken[-1]
+
+
 def state(number: int, slow: bool = False) -> RolloutState:
     params = SampleParams(max_tokens=2 if slow else 1)
     return RolloutState(message=[], prompt_ids=[5], rollout_id=number, sample_params=params)
@@ -38,7 +48,7 @@ def test_a_process_that_may_open_no_more_files_knows_nothing_of_the_server(run):
 
     async def scenario(engine):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = len(os.listdir("/proc/self/fd")) + 2
+        room = number_behind_free_ones(2)
         resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
         try:
             tasks = await started(engine, 5)
