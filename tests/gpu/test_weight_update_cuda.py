@@ -11,7 +11,7 @@ import torch.distributed as dist
 from xtuner.v1.config import AdamWConfig, FSDPConfig, LRConfig
 from xtuner.v1.engine import TrainEngine
 from xtuner.v1.model import DenseModelConfig, MHAConfig
-from xtuner.v1.ops.bit_sums import bit_sums, reference_bit_sum
+from xtuner.v1.ops.bit_sums import bit_sums, prepared_bit_sums, reference_bit_sum
 from xtuner.v1.rl.rollout.backends.native.stable_weights import StableWeights
 from xtuner.v1.rl.rollout.backends.native.weights import WeightReceiver
 from xtuner.v1.rl.weight_update import Line, WeightUpdateError, receive_weights, send_weights, with_checksums
@@ -74,14 +74,24 @@ def differing(found, wanted):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counted", [None, torch.bfloat16])
-def test_checksums_are_those_of_the_reference(dtype, counted):
+@pytest.mark.parametrize("places", [True, False])
+def test_checksums_are_those_of_the_reference(dtype, counted, places):
     generator = torch.Generator(CUDA).manual_seed(0)
     shapes = [(1,), (3, 5), (7, 16384), (16384,), (16385,), (0, 4), (2048, 1111)]
     tensors = [torch.randn(s, device=CUDA, generator=generator).to(dtype) for s in shapes]
     tensors += [tensors[2].t(), tensors[6][1:5]]
-    wanted = [int(reference_bit_sum(t, counted)) for t in tensors]
-    assert bit_sums(tensors, counted).tolist() == wanted
-    assert wanted == [int(reference_bit_sum(t.cpu(), counted)) for t in tensors]
+    tensors += [t[:5] for t in tensors * 30]  # more than a launch takes
+    wanted = [int(reference_bit_sum(t, counted, places)) for t in tensors]
+    assert bit_sums(tensors, counted, places).tolist() == wanted
+    assert wanted == [int(reference_bit_sum(t.cpu(), counted, places)) for t in tensors]
+
+
+def test_prepared_checksums_are_of_what_is_there_by_then():
+    tensors = [torch.randn(shape, device=CUDA) for shape in ((300, 7), (5,), (0, 2))]
+    run = prepared_bit_sums(tensors, torch.bfloat16)
+    before = run().tolist()
+    tensors[0][299, 6] += 1
+    assert before != run().tolist() == bit_sums(tensors, torch.bfloat16).tolist()
 
 
 @pytest.mark.parametrize("cast", [False, True])

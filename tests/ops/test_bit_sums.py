@@ -3,30 +3,66 @@
 import pytest
 import torch
 
-from xtuner.v1.ops.bit_sums import bit_sums
+from xtuner.v1.ops.bit_sums import bit_sums, prepared_bit_sums, reference_bit_sum
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def exact(tensor):
+def exact(tensor, places=True):
     size = tensor.element_size()
     raw = tensor.contiguous().view(-1).view(torch.uint8).tolist()
-    bits = [int.from_bytes(bytes(raw[i : i + size]), "little") for i in range(0, len(raw), size)]
-    total = sum(b * (2 * i + 1) for i, b in enumerate(bits)) % 2**64
+    bits = [int.from_bytes(bytes(raw[i : i + size]), "little", signed=True) for i in range(0, len(raw), size)]
+    total = sum(b * (2 * i + 1 if places else 1) for i, b in enumerate(bits)) % 2**64
     return total - 2**64 if total >= 2**63 else total
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def sums(request):
+    """int of one tensor, by the kernel for CPUs and by torch's operations."""
+    if request.param == "torch":
+        return lambda *args, **kwargs: int(reference_bit_sum(*args, **kwargs))
+    return lambda tensor, *args, **kwargs: bit_sums([tensor], *args, **kwargs).item()
+
+
+@pytest.mark.parametrize("places", [True, False])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(5, 7), (1,), (0, 3), ()])
-def test_the_sum_is_the_one_that_is_promised(dtype, shape):
+@pytest.mark.parametrize("shape", [(5, 7), (1,), (0, 3), (), (1, 9), (3, 4, 5)])
+def test_the_sum_is_the_one_that_is_promised(dtype, shape, places, sums):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert bit_sums([tensor]).tolist() == [exact(tensor)]
+    assert sums(tensor, places=places) == exact(tensor, places)
 
 
-def test_several_parts_make_the_same_sum_as_one(monkeypatch):
+@pytest.mark.parametrize("places", [True, False])
+def test_several_parts_make_the_same_sum_as_one(places, monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr("xtuner.v1.ops.bit_sums._CHUNK", 37)
-    assert bit_sums([tensor]).tolist() == [exact(tensor)]
+    assert reference_bit_sum(tensor, places=places) == exact(tensor, places)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_columns_parts_and_steps_are_read_along_rows(dtype, sums):
+    tensor = torch.randn(30, 24, generator=torch.Generator().manual_seed(4)).to(dtype)
+    parts = (tensor.t(), tensor[3:9], tensor.t()[2:7], tensor[::2], tensor[:, 1::3], tensor[:1].t(), tensor[:0].t())
+    for part in parts:
+        assert sums(part) == exact(part)
+        assert sums(part, torch.bfloat16) == exact(part.bfloat16())
+
+
+def test_without_places_any_order_is_the_same_and_a_bit_is_not(sums):
+    tensor = torch.randn(31, 17, generator=torch.Generator().manual_seed(5))
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[5, 5] ^= 1
+    assert sums(tensor.t().flip(1).contiguous(), places=False) == sums(tensor, places=False)
+    assert sums(flipped, places=False) != sums(tensor, places=False)
+
+
+def test_what_was_prepared_sums_what_is_there_by_then():
+    tensors = [torch.randn(8, 3), torch.randn(5)]
+    run = prepared_bit_sums(tensors)
+    before = run()
+    tensors[1][2] += 1
+    assert torch.equal(run(), bit_sums(tensors)) and not torch.equal(run(), before)
+    assert prepared_bit_sums([])().tolist() == []
 
 
 def test_wide_values_count_as_rounded_and_strides_do_not_count():

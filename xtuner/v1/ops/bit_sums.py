@@ -1,42 +1,61 @@
 """Checksums of tensors that are quick to compute and see single bits, exchanged places and exchanged rows."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from .cpu import cpu_kernels_available
+
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that hold an element's pattern, by its bytes."""
+_WITH_KERNEL = {None, torch.bfloat16, torch.float16, torch.float32}
 _CHUNK = 1 << 18
 
 
-def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, places: bool = True) -> Tensor:
     """int64 [n], of each of n tensors of one device: the sum of bits_i * (2 i + 1) modulo 2^64.
 
-    bits_i is the i-th element's pattern as an unsigned number, counted along rows whatever the strides are, after
-    rounding to `dtype` (None: as it is). The factor depends on the place, so values that change places change the sum.
+    bits_i is the i-th element's pattern as a signed number, counted along rows whatever the strides are, after
+    rounding to `dtype` (None: as it is). The factor depends on the place, so values that change places change the sum;
+    with `places=False` it is 1, and the sum the same in any order.
     """
-    if tensors and tensors[0].is_cuda and all(_has_kernel(t.dtype, dtype) for t in tensors):
-        from .bit_sums_kernel import bit_sums as kernel
-
-        return kernel(tensors, dtype)
-    return torch.stack([reference_bit_sum(t, dtype) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+    return prepared_bit_sums([t if t.is_contiguous() or t.is_cpu else t.contiguous() for t in tensors], dtype, places)()
 
 
-def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def prepared_bit_sums(
+    tensors: Sequence[Tensor], dtype: torch.dtype | None = None, places: bool = True
+) -> Callable[[], Tensor]:
+    """What gives the `bit_sums` of what tensors hold that stay where they are. On a GPU most of the host's work is to
+    look up where thousands of them are."""
+    if not tensors:
+        return lambda: torch.zeros(0, dtype=torch.int64)
+    types, device = {dtype, *(t.dtype for t in tensors)}, tensors[0].device.type
+    if device == "cuda" and types <= _WITH_KERNEL and all(t.is_contiguous() for t in tensors):
+        from .bit_sums_kernel import prepare
+
+        return prepare(tensors, dtype, places)
+    if device == "cpu" and cpu_kernels_available():
+        from .cpu_bit_sums import bit_sums as cpu_kernel
+
+        return lambda: cpu_kernel(tensors, dtype, places)
+    return lambda: torch.stack([reference_bit_sum(t, dtype, places) for t in tensors])
+
+
+def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None, places: bool = True) -> Tensor:
     """The same of one tensor by torch's operations, int64 []."""
     dtype = dtype or tensor.dtype
-    mask = (1 << 8 * dtype.itemsize) - 1
     weights, total = _weights(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for part in tensor.detach().reshape(-1).split(_CHUNK):
         bits = part.to(dtype).view(INTEGERS[dtype.itemsize]).to(torch.int64)
-        if dtype.itemsize < 8:
-            bits &= mask
-        if start:
-            total += 2 * start * bits.sum()
-        total += torch.dot(bits, weights[: len(bits)]) if bits.is_cpu else (bits * weights[: len(bits)]).sum()
+        if not places:
+            total += bits.sum()
+        else:
+            factors = weights[: len(bits)]
+            total += torch.dot(bits, factors) if bits.is_cpu else (bits * factors).sum()
+            total += 2 * start * bits.sum() if start else 0
         start += len(part)
     return total
 
@@ -45,8 +64,3 @@ def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tenso
 def _weights(device: torch.device) -> Tensor:
     """int64 [chunk]: 2 i + 1."""
     return torch.arange(1, 2 * _CHUNK, 2, device=device)
-
-
-def _has_kernel(stored: torch.dtype, counted: torch.dtype | None) -> bool:
-    known = (torch.bfloat16, torch.float16, torch.float32)
-    return stored in known and (counted is None or counted in known)

@@ -16,7 +16,9 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 _NEVER = 1 << 62
 
 
-def chunk_tables(columns: Sequence[Sequence[int]], chunk: int, device: torch.device) -> Iterator[tuple[Tensor, int]]:
+def chunk_tables(
+    columns: Sequence[Sequence[int]] | np.ndarray, chunk: int, device: torch.device
+) -> Iterator[tuple[Tensor, int]]:
     """(table int64 [1 + C, TENSORS], number of programs) of each launch.
 
     columns: C values a tensor, the last of which is its number of elements, at least 1. Row 0 of the table is the first

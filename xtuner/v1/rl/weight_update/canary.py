@@ -3,15 +3,15 @@
 import functools
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from xtuner.v1.data_proto import WeightBucket
-from xtuner.v1.ops.bit_sums import INTEGERS, bit_sums
+from xtuner.v1.ops.bit_sums import bit_sums
 
 from .inventory import some
 
@@ -45,10 +45,9 @@ class Witness:
     def __init__(self, version: int, turn: int, every: int, num_layers: int, dtype: torch.dtype, by: SumsBy) -> None:
         """turn: number of the update, which decides the sample. dtype, by: of the engine that takes them."""
         self.version, self._by, self._dtype = version, by, dtype
-        self._turn, self._every, self._last_layer = turn, every, num_layers - 1
-        self._names: dict[str, list[str]] = {}
-        self._elements: Counter[str] = Counter()
-        self._sums: list[tuple[list[str], Tensor]] = []
+        self._turn, self._every, self._last_layer = turn % every, every, num_layers - 1
+        self._parts: list[tuple[_Sample, list[int], Tensor]] = []
+        """Of each bucket, with the numbers of elements and the sums."""
         self._passed = 0
 
     def watch(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
@@ -59,30 +58,23 @@ class Witness:
 
     @torch.no_grad()
     def _add(self, bucket: WeightBucket) -> None:
-        keys, values = [], []
-        for name, tensor in bucket.tensors.items():
-            key, layer, number = _known(name, self._by)
-            if self._wanted(layer, number):
-                self._names.setdefault(key, []).append(name)
-                self._elements[key] += tensor.numel()
-                keys.append(key)
-                exact = bucket.dtype in (None, tensor.dtype, self._dtype)
-                values.append(tensor if exact else tensor.to(bucket.dtype))
+        sample = _sample(tuple(bucket.tensors), self._by, self._turn, self._every, self._last_layer)
         self._passed += len(bucket.tensors)
-        if values:
-            sums = bit_sums(values, self._dtype) if self._by == "weight" else _pattern_sums(values, self._dtype)
-            self._sums.append((keys, sums))
-
-    def _wanted(self, layer: int | None, number: int) -> bool:
-        return layer in (None, 0, self._last_layer) or (number + self._turn) % self._every == 0
+        if sample.names:
+            values = sample.of(list(bucket.tensors.values()))
+            if bucket.dtype not in (None, self._dtype):
+                values = [t.to(bucket.dtype) for t in values]
+            sums = bit_sums(values, self._dtype, places=self._by == "weight")
+            self._parts.append((sample, [t.numel() for t in values], sums))
 
     def expected(self) -> dict[str, SumOf]:
         """What the engine has to have. Waits for the device."""
-        totals: Counter[str] = Counter()
-        for keys, sums in self._sums:
-            for key, value in zip(keys, sums.tolist(), strict=True):
-                totals[key] += value
-        return {key: (totals[key], elements) for key, elements in self._elements.items()}
+        totals: dict[str, SumOf] = {}
+        for sample, elements, sums in self._parts:
+            for key, count, value in zip(sample.keys, elements, sums.tolist(), strict=True):
+                before, counted = totals.get(key, (0, 0))
+                totals[key] = (before + value, counted + count)
+        return totals
 
     async def compare(self, engine: ReadsWeights, who: str) -> float:
         """The share of all weights that were compared.
@@ -92,16 +84,17 @@ class Witness:
         """
         expected = self.expected()
         found = await engine.weight_sums(list(expected))
-        wrong: list[str] = []
-        compared = 0
-        for key, (total, elements) in expected.items():
-            there, count = found.get(key, (0, -1))
-            if count != elements:
-                continue
-            compared += len(self._names[key])
-            if (there - total) % (1 << 64):
-                wrong += self._names[key]
-        if wrong:
+        if found == expected:  # as ever; thousands of experts are not looked at one by one
+            return sum(len(sample.names) for sample, *_ in self._parts) / max(self._passed, 1)
+        # Of what both sides have as many elements of: whether the bits are the same.
+        same = {
+            key: not (found[key][0] - total) % (1 << 64)
+            for key, (total, elements) in expected.items()
+            if found.get(key, (0, -1))[1] == elements
+        }
+        named = [pair for sample, *_ in self._parts for pair in zip(sample.keys, sample.names, strict=True)]
+        compared = sum(key in same for key, _ in named)
+        if wrong := [name for key, name in named if not same.get(key, True)]:
             raise StaleWeightsError(
                 f"{who} does not have the weights of version {self.version} that it was given: of {compared} compared, "
                 f"{len(wrong)} have other bits: {some(wrong)}{_not_told_apart(self._by)}. The update was skipped, lost "
@@ -110,12 +103,31 @@ class Witness:
         return compared / max(self._passed, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Of the weights of a bucket."""
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    """What the sum of each goes to: itself, or its module."""
+    places: tuple[int, ...]
+    """Of them in the bucket."""
+
+    def of(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [values[place] for place in self.places]
+
+
 @functools.cache
-def _known(name: str, by: SumsBy) -> tuple[str, int | None, int]:
-    """Of a weight: what its sum goes to, its layer, and a number that decides when that is in the sample."""
-    key = name if by == "weight" else module_of(name)
-    layer = _LAYER.match(name)
-    return key, None if layer is None else int(layer[1]), zlib.crc32(key.encode())
+def _sample(names: tuple[str, ...], by: SumsBy, turn: int, every: int, last_layer: int) -> _Sample:
+    """Those of a bucket that an update looks at; known from then on, as a run sends the same buckets again and again,
+    with thousands of experts in some."""
+    wanted = []
+    for place, name in enumerate(names):
+        key, layer = name if by == "weight" else module_of(name), _LAYER.match(name)
+        ends = layer is None or int(layer[1]) in (0, last_layer)
+        if ends or (zlib.crc32(key.encode()) + turn) % every == 0:
+            wanted.append((name, key, place))
+    return _Sample(*zip(*wanted, strict=True)) if wanted else _Sample((), (), ())
 
 
 def module_of(name: str) -> str:
@@ -138,9 +150,3 @@ def by_module(found: Mapping[str, Sequence[int | str]], keys: list[str], dtype: 
 
 def _not_told_apart(by: SumsBy) -> str:
     return "" if by == "weight" else " (or others of the same modules: the engine keeps them in one piece)"
-
-
-def _pattern_sums(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """int64 [n]: sums of the elements' patterns as signed integers, the same in any order and layout."""
-    kind = INTEGERS[dtype.itemsize]
-    return torch.stack([t.to(dtype).contiguous().view(kind).sum(dtype=torch.int64) for t in tensors])

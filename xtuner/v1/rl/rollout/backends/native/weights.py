@@ -1,6 +1,6 @@
 """Filling, emptying and replacing the engine's weights."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import weight_views
-from xtuner.v1.ops.bit_sums import bit_sums
+from xtuner.v1.ops.bit_sums import prepared_bit_sums
 from xtuner.v1.ops.copy_all import copy_all
 from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy
 from xtuner.v1.rl.weight_update.inventory import DeliveryError, Inventory, WeightUpdateError, some
@@ -51,10 +51,13 @@ class WeightReceiver:
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
         self._targets: dict[str, Tensor] | None = None
+        self._samples: dict[tuple[str, ...], tuple[list[int], Callable[[], Tensor]]] = {}
+        """Numbers of elements and what sums their bits, of weights that were asked for: samples come again."""
 
     def forget(self) -> None:
         """To be said when parameters are in other memory from now on."""
         self._targets = None
+        self._samples.clear()
 
     @torch.no_grad()
     def take(self, buckets: Iterable[WeightBucket]) -> None:
@@ -71,9 +74,12 @@ class WeightReceiver:
     @torch.no_grad()
     def sums(self, names: list[str], dtype: torch.dtype) -> dict[str, SumOf]:
         """`bit_sums` in `dtype` and numbers of elements of what the model has now."""
-        values = self._expected().values(names)
-        elements = (value.numel() for value in values)
-        return dict(zip(names, zip(bit_sums(values, dtype).tolist(), elements, strict=True), strict=True))
+        sample = tuple(names)
+        if sample not in self._samples:
+            values = self._expected().values(names)
+            self._samples[sample] = [value.numel() for value in values], prepared_bit_sums(values, dtype)
+        elements, sums = self._samples[sample]
+        return dict(zip(names, zip(sums().tolist(), elements, strict=True), strict=True))
 
     def _expected(self) -> Inventory:
         if self._targets is None:
