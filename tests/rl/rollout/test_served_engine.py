@@ -151,9 +151,9 @@ def test_one_that_hangs_in_its_sleep_gives_its_memory_back_and_wakes_as_another(
         assert not engine.server.alive and await engine.health()  # the device is the trainer's
         engine.call_s = 30
         await engine.revive()
-        assert engine.process != before and engine.asleep == {"weights", "kv_cache"}
+        assert engine.process != before and set(engine.says()["asleep"]) == {"weights", "kv_cache"}
         await engine.wake(("weights",))
-        assert engine.asleep == {"kv_cache"}
+        assert set(engine.says()["asleep"]) == {"kv_cache"}
         await engine.update(8)
         await engine.wake(("kv_cache",))
         assert await engine.token() == (8, [8])
@@ -173,11 +173,11 @@ def test_one_that_dies_awake_with_its_weights_alone_waits_for_the_device(run):
         await engine.revive()
         before = engine.process
         await engine.revive()  # nothing is left to do
-        assert engine.process == before and engine.asleep == {"weights", "kv_cache"}
+        assert engine.process == before and set(engine.says()["asleep"]) == {"weights", "kv_cache"}
         await engine.wake(("weights",))
         await engine.update(8)
         await engine.wake(("kv_cache",))
-        assert await engine.token() == (8, [8]) and engine.asleep == set()
+        assert await engine.token() == (8, [8]) and set(engine.says()["asleep"]) == set()
 
     run(scenario, device="cuda")
 
@@ -188,7 +188,7 @@ def test_one_that_dies_asleep_is_there_when_its_cache_is_to_wake(run):
         os.kill(engine.process, signal.SIGKILL)
         await engine.server.dies()
         await engine.wake(("kv_cache",))
-        assert await engine.token() == (7, [7]) and engine.asleep == set()
+        assert await engine.token() == (7, [7]) and set(engine.says()["asleep"]) == set()
 
     run(scenario, device="cuda")
 
@@ -206,7 +206,7 @@ def test_one_whose_start_failed_is_down_until_a_later_start_succeeds(run):
             await engine.wake(("weights",))
         engine.python = python
         await engine.revive()
-        assert engine.asleep == {"weights", "kv_cache"}
+        assert set(engine.says()["asleep"]) == {"weights", "kv_cache"}
         await engine.wake(("weights",))
         await engine.update(8)
         await engine.wake(("kv_cache",))

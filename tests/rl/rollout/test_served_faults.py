@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from scripted_engine import Letters
-from toy_engine import Engine, request, started
+from toy_engine import Engine, request
 
 from tests.engines.host_window import HostWindow
 from xtuner.v1.data_proto import RolloutState, SampleParams
@@ -51,7 +51,9 @@ def test_a_process_that_may_open_no_more_files_knows_nothing_of_the_server(run):
         room = number_behind_free_ones(2)
         resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
         try:
-            tasks = await started(engine, 5)
+            tasks = [asyncio.ensure_future(engine.generate(request(i, slow=True))) for i in range(5)]
+            await asyncio.wait(tasks, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0.3)  # for those that were connected and wait, of which nobody can ask now
             failed = [task.exception() for task in tasks if task.done()]
             assert 0 < len(failed) < 5 and all(isinstance(error, OutOfFilesError) for error in failed)
             with pytest.raises(OutOfFilesError, match=f"open files, with a limit of {room}; raise `ulimit"):

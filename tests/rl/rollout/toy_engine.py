@@ -6,6 +6,7 @@ import os
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from xtuner.v1.data_proto import SampleParams, WeightBucket
 from xtuner.v1.model.hf import iter_hf_tensors
@@ -15,21 +16,23 @@ from xtuner.v1.rl.rollout.backends.served import ServedEngine
 
 PROGRAM = r"""
 import http.server, json, sys, threading
-weights, asleep, aborted, broken = 0, set(), threading.Event(), "nothing"
+weights, asleep, aborted, broken, at_work = 0, set(), threading.Event(), "nothing", set()
 class Handler(http.server.BaseHTTPRequestHandler):
     def say(self, status, body):
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
     def do_GET(self):
-        self.say(200, sorted(asleep))
+        self.say(200, {"asleep": sorted(asleep), "at_work": len(at_work)})
     def do_POST(self):
         global weights, broken
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
         if self.path.startswith(broken):
             self.say(500, "Internal Server Error")
         elif self.path == "/generate":
+            at_work.add(self)
             ended = body["slow"] and aborted.wait(60)
+            at_work.discard(self)
             self.say(200, {"token": weights, "reason": "abort" if ended else "stop"})
         elif self.path == "/load":
             if body["version"] == 13:
@@ -100,11 +103,10 @@ class Engine(ServedEngine):
         (child,) = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return int(child)
 
-    @property
-    def asleep(self) -> set[str]:
-        """What the server says."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}/asleep") as answer:
-            return set(json.load(answer))
+    def says(self) -> dict[str, Any]:
+        """The server: what is asleep, how many requests are at work."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}/") as answer:
+            return json.load(answer)
 
     def hang(self) -> None:
         os.kill(self.process, signal.SIGSTOP)
@@ -125,5 +127,7 @@ def request(number: int, slow: bool = False) -> GenerateRequest:
 async def started(engine: Engine, count: int = 3) -> "list[asyncio.Future[GenerateOutput]]":
     """Requests that are at work in the server."""
     tasks = [asyncio.ensure_future(engine.generate(request(i, slow=True))) for i in range(count)]
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(30):
+        while (await asyncio.to_thread(engine.says))["at_work"] < count:
+            await asyncio.sleep(0.01)
     return tasks
