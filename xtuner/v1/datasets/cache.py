@@ -69,14 +69,14 @@ class FileCache:
             return None
         try:
             with np.load(path, allow_pickle=False) as saved:
-                columns = [saved[name].astype(np.int64) for name in _COLUMNS]
+                columns = {name: saved[name].astype(np.int64) for name in _COLUMNS}
                 notes = RowNotes(**json.loads(saved["notes"].item()))
-            if len({column.shape for column in columns}) != 1:
+            if len({column.shape for column in columns.values()}) != 1:
                 raise ValueError("columns of unequal length")
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             get_logger().warning(f"{path}: damaged cache entry ({error}); it is made again")
             return None
-        return RowIndex(*columns, notes)
+        return RowIndex(**columns, notes=notes)
 
     def store_index(self, fingerprint: str, index: RowIndex) -> None:
         """Keep an index. A full disk costs the cache, not the run."""

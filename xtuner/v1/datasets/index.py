@@ -80,7 +80,7 @@ def build_index(file: JsonlFile, tokenize_fn: RLTextTokenizeFn, skip_bad_lines: 
             num_tokens.append(length)
             largest_ids.append(largest)
         progress.update(batch[-1].offset, len(offsets))
-    return RowIndex(*map(np.array, (offsets, line_numbers, num_tokens, largest_ids)), notes)
+    return RowIndex(np.array(offsets), np.array(line_numbers), np.array(num_tokens), np.array(largest_ids), notes)
 
 
 def refuse_bad_rows(file: JsonlFile, notes: RowNotes) -> None:

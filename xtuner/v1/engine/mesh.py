@@ -85,8 +85,8 @@ class ParallelMesh:
     - `root`: (replicate, shard x sp x tp). FSDP of embedding, final norm and head. They are not cut by tensor
       parallelism: every rank computes other rows with them.
     - `tp`: (tp), of one root with `layers`. Columns or rows of a layer's matrices; None without.
-    - `expert`: (expert shard, ep), where expert shard x ep = shard x sp. Experts are cut over the second and
-      sharded by FSDP over the first; None without.
+    - `expert_shard` and `ep`, where expert shard x ep = shard x sp. Experts are cut over the second and sharded by FSDP
+      over the first; None without.
 
     Process groups (None: the group of this rank alone, or nothing to be done):
 
@@ -109,9 +109,10 @@ class ParallelMesh:
         self.tp = whole[self._name("tp")] if tp > 1 else None
         self.layers = self._part(whole, "replicate", "shard") if tp > 1 else whole
         self.root = self._view("shard", replicate=r, shard=s * sp * tp)
-        self.expert = None
+        self.ep = self.expert_shard = None
         if sizes.ep > 1:
-            self.expert = self._view("expert_shard", expert_shard=s * sp // sizes.ep, ep=sizes.ep)
+            experts = self._view("expert_shard", expert_shard=s * sp // sizes.ep, ep=sizes.ep)
+            self.ep, self.expert_shard = experts[self._name("ep")], experts[self._name("expert_shard")]
         batch = self._view("data", data=r * s, sp=sp, tp=tp) if sizes.pack > 1 else None
         packs = self._view("data", data=r * s, pack=sp * tp) if sizes.pack > 1 else None
         self.data_group = batch.get_group(self._name("data")) if batch is not None else dist.group.WORLD

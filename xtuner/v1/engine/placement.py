@@ -1,5 +1,6 @@
 """Where the parts of a sharded tensor lie."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch.distributed as dist
@@ -25,6 +26,6 @@ def is_first_copy(tensor: Tensor) -> bool:
     """Whether this rank is the first of those that hold what it holds of the tensor."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
-    coordinate = tensor.device_mesh.get_coordinate() or []
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     first = all(place == 0 for place, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
     return first and int(tensor.device_mesh.mesh.min()) == 0

@@ -41,7 +41,7 @@ def shard_model(model: DecoderModel, cfg: FSDPConfig, mesh: ParallelMesh, device
     """
     if mesh.tp is not None:
         cut_layers(model, mesh.tp)
-    experts = [] if mesh.expert is None else cut_experts(model, mesh.expert[mesh.expert.mesh_dim_names[1]])
+    experts = [] if mesh.ep is None else cut_experts(model, mesh.ep)
     # Exact layers are made of kernels that the rollout engine runs too.
     compiled = cfg.torch_compile and device.type == "cuda" and not model.exact
     if compiled:
@@ -68,12 +68,12 @@ def shard_model(model: DecoderModel, cfg: FSDPConfig, mesh: ParallelMesh, device
         ignored_params={model.get_parameter(name) for name in model.float32_names},
     )  # fmt: skip
     for unit in experts:
-        shard(unit, mesh=mesh.expert[mesh.expert.mesh_dim_names[0]], mp_policy=policy)
+        shard(unit, mesh=mesh.expert_shard, mp_policy=policy)
     for layer in model.layers:
         shard(layer, mesh=mesh.layers, mp_policy=policy)
     shard(model, mesh=mesh.root, mp_policy=root_policy)
     if mesh.sizes.world > 1:
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_gradient_divide_factor(1.0)
-                unit.set_force_sum_reduction_for_comms(True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)

@@ -6,6 +6,8 @@ rows. Norms, residuals, embedding and head compute on a rank's own rows: nothing
 head need no cut. Those two are sharded by FSDP over all ranks, which a cut vocabulary would not improve on.
 """
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,7 +32,7 @@ def cut_layers(model: DecoderModel, mesh: DeviceMesh) -> None:
             "mlp.down_proj": RowwiseParallel(output_layouts=Shard(0)),
         }
         parallelize_module(layer, mesh, plan, src_data_rank=None)
-        attention = layer.get_submodule("self_attn")
+        attention: Any = layer.get_submodule("self_attn")
         attention.num_q //= size
         attention.num_kv //= size
     sections: dict[str, list[tuple[int, int]]] = {}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from xtuner.v1.config import FSDPConfig, LoRAConfig, LRConfig, OptimConfig
 from xtuner.v1.data_proto import PackedBatch, WeightBucket
-from xtuner.v1.model import TransformerConfig
+from xtuner.v1.model import DenseModelConfig, MoEModelConfig, TransformerConfig
 from xtuner.v1.model.exact import check_exact_device, make_exact
 from xtuner.v1.model.hf import export_hf_tensors, load_hf_model, save_hf_model
 from xtuner.v1.model.lora import adapted_targets, adapters_off, add_adapters, init_adapters
@@ -228,11 +228,12 @@ class TrainEngine:
         """Write a Hugging Face folder; rank 0 writes, all ranks gather. With adapters: the merged model, if
         `lora_cfg` wants it, and the adapter in PEFT's format in the folder `adapter` within."""
         self.check_awake()
-        lora = self.lora_cfg
+        lora, config = self.lora_cfg, self.model_cfg
+        assert isinstance(config, DenseModelConfig | MoEModelConfig)
         if lora is None or lora.export_merged:
             self._write(
                 export_hf_tensors(self.model, dtype),
-                lambda tensors: save_hf_model(tensors, self.model_cfg, out_dir, source_dir=source_dir),
+                lambda tensors: save_hf_model(tensors, config, out_dir, source_dir=source_dir),
             )
         if lora is not None:
             self._write(

@@ -76,6 +76,7 @@ def gather_all(tensors: Sequence[tuple[Tensor, torch.dtype, RowOrder | None]]) -
         joins: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
         for i, (tensor, dtype, _) in enumerate(tensors):
             if cuts[i]:
+                assert isinstance(tensor, DTensor)
                 joins.setdefault((tensor.device_mesh.get_group(cuts[i][-1].mesh_dim), dtype), []).append(i)
         for (group, dtype), places in joins.items():
             joined = _join([(wholes[i], cuts[i].pop()) for i in places], dtype, group)
@@ -94,7 +95,7 @@ def _cuts(tensor: DTensor) -> list[_Cut]:
     sizes, cuts, mesh = list(tensor.shape), [], tensor.device_mesh
     shards = [(i, p) for i, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(i) > 1]
     for mesh_dim, placement in sorted(shards, key=lambda shard: hasattr(shard[1], "split_factor")):
-        dim = placement.dim
+        dim: int = getattr(placement, "dim")  # noqa: B009
         cuts.append(_Cut(mesh_dim, dim, sizes[dim]))
         sizes[dim] = _chunk(sizes[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))[1]
     return cuts

@@ -178,6 +178,15 @@ class TransformerConfig(XTunerConfig):
         """Layers with experts, experts that a token uses in each, and experts of a layer; None without any."""
         return None
 
+    @property
+    def mlp_values(self) -> int:
+        """Values of one token that the MLP or the experts of a layer hold at a time without gradients."""
+        raise NotImplementedError
+
+    def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "DecoderModel":
+        """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
+        raise NotImplementedError
+
 
 class DenseModelConfig(TransformerConfig):
     """A decoder with one gated MLP a layer: the qwen2, qwen3, llama and mistral families."""
@@ -218,11 +227,9 @@ class DenseModelConfig(TransformerConfig):
 
     @property
     def mlp_values(self) -> int:
-        """Values of one token that the MLP of a layer holds at a time without gradients."""
         return 3 * self.intermediate_size
 
     def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "DecoderModel":
-        """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
         from .dense import DecoderModel
 
         with torch.device(device):

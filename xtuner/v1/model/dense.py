@@ -1,7 +1,7 @@
 """One decoder for all families; `moe_model` puts experts in the place of its MLPs."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from .layers import RMSNorm, linear
 from .mla import LatentAttention
 from .rope import rope_frequencies, rotary_scale
 from .row_order import RowOrder
+
+if TYPE_CHECKING:
+    from .moe import RouterStats
 
 
 class ParamSlice(NamedTuple):
@@ -104,8 +107,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = self.make_mlp(config, dtype)
 
-    def make_mlp(self, config: TransformerConfig, dtype: torch.dtype) -> nn.Module:
-        """What follows the attention; a layer of another kind has another one."""
+    def make_mlp(self, config: Any, dtype: torch.dtype) -> nn.Module:
+        """What follows the attention; a layer of another kind has another one, and a config that has its sizes."""
         return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype)
 
     def forward(
@@ -129,6 +132,9 @@ class DecoderLayer(nn.Module):
 
 class DecoderModel(nn.Module):
     """Decoder-only language model over flat rows [T]; who sees whom is the attention context's business."""
+
+    router_stats: "Sequence[RouterStats]" = ()
+    """Of the layers with experts, from the last forward that was given row weights."""
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -192,9 +198,10 @@ class DecoderModel(nn.Module):
         What hangs on the layers' own forwards (FSDP, recomputation) is passed by: for a whole model on one device.
         """
         rotary, hidden = self.rotary(position_ids), self.embed_tokens(input_ids)
-        normed = self.layers[0].input_layernorm(hidden)
-        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        for layer, following in zip(self.layers, norms, strict=True):
+        layers: list[Any] = list(self.layers)
+        normed = layers[0].input_layernorm(hidden)
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        for layer, following in zip(layers, norms, strict=True):
             hidden, normed = layer.infer(hidden, normed, rotary, attention, following)
         return normed
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,9 +35,9 @@ class LoRALinear(nn.Module):
         self.enabled = True
         self.exact = False
         rows = sum(end - start for start, end in parts.values())
-        like = {"dtype": torch.float32, "device": self.weight.device}
-        self.lora_a = nn.Parameter(torch.empty(len(parts) * cfg.rank, linear.in_features, **like))
-        self.lora_b = nn.Parameter(torch.empty(rows, cfg.rank, **like))
+        empty = partial(torch.empty, dtype=torch.float32, device=self.weight.device)
+        self.lora_a = nn.Parameter(empty(len(parts) * cfg.rank, linear.in_features))
+        self.lora_b = nn.Parameter(empty(rows, cfg.rank))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
@@ -115,7 +116,9 @@ def add_adapters(model: "DecoderModel", cfg: LoRAConfig) -> None:
     for layer, names in parts.items():
         parent, _, leaf = layer.rpartition(".")
         rows = dict(sorted(names.items(), key=lambda item: item[1]))
-        setattr(model.get_submodule(parent), leaf, LoRALinear(model.get_submodule(layer), rows, cfg))
+        linear = model.get_submodule(layer)
+        assert isinstance(linear, nn.Linear)
+        setattr(model.get_submodule(parent), leaf, LoRALinear(linear, rows, cfg))
 
 
 def adapted_layers(model: nn.Module) -> Iterator[LoRALinear]:

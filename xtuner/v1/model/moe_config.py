@@ -162,13 +162,11 @@ class MoEModelConfig(TransformerConfig):
 
     @property
     def mlp_values(self) -> int:
-        """Values of one token that the MLP or the experts of a layer hold at a time without gradients."""
         chosen, inner = self.num_experts_per_tok, self.moe_intermediate_size
         experts = chosen * (3 * inner + 2 * self.hidden_size) + 3 * self.n_shared_experts * inner
         return max(experts, 3 * self.intermediate_size if self.dense_layers else 0)
 
     def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "MoEModel":
-        """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
         from .moe_model import MoEModel
 
         with torch.device(device):

@@ -1,6 +1,7 @@
 """The decoder with experts in the place of its MLPs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class MoEDecoderLayer(DecoderLayer):
     def make_mlp(self, config: MoEModelConfig, dtype: torch.dtype) -> MoEBlock:
         return MoEBlock(config, dtype)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden: Tensor, rotary: RotaryTable, attention: AttentionContext, row_weights: Tensor | None = None,
         routed_experts: Tensor | None = None, chosen: list[Tensor] | None = None,
     ) -> tuple[Tensor, RouterStats | None]:  # fmt: skip
@@ -35,15 +36,13 @@ class MoEModel(DecoderModel):
     """Layers with experts, and plain ones where the config says so."""
 
     config: MoEModelConfig
-    router_stats: list[RouterStats]
-    """Of the layers with experts, from the last forward that was given row weights."""
 
     def __init__(self, config: MoEModelConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(config, dtype)
         names = (name for name, _ in self.named_parameters())
         self.float32_names = frozenset(name for name in names if name.endswith("e_score_correction_bias"))
 
-    def make_layer(self, config: MoEModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
+    def make_layer(self, config: Any, layer: int, dtype: torch.dtype) -> DecoderLayer:
         kind = DecoderLayer if layer in config.dense_layers else MoEDecoderLayer
         return kind(config, layer, dtype)
 
@@ -94,7 +93,8 @@ class MoEModel(DecoderModel):
         for layer in self.layers:
             if isinstance(layer, MoEDecoderLayer):
                 # How many rows an expert gets changes with every pack.
-                layer.mlp.experts.forward = torch.compiler.disable(layer.mlp.experts.forward)
+                experts = layer.mlp.experts
+                setattr(experts, "forward", torch.compiler.disable(experts.forward))  # noqa: B010
         super().compile_layers(backend)
 
     def hf_parts(self, name: str, rows: int) -> Iterator[HFPart]:

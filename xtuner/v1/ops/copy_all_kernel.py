@@ -45,9 +45,9 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         if numel := target.numel():
             by_types[source.dtype, target.dtype].append((source.data_ptr(), target.data_ptr(), numel))
-    for (source, target), rows in by_types.items():
+    for (read, written), rows in by_types.items():
         for table, programs in chunk_tables(list(zip(*rows, strict=True)), _CHUNK, targets[0].device):
             _copy_chunk[(programs,)](
-                table, TYPES[source], TYPES[target], source.itemsize, target.itemsize, TENSORS, _CHUNK, _BLOCK,
+                table, TYPES[read], TYPES[written], read.itemsize, written.itemsize, TENSORS, _CHUNK, _BLOCK,
                 num_warps=_WARPS,
             )  # fmt: skip

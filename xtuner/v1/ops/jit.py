@@ -14,13 +14,15 @@ import numba
 
 from xtuner.v1.utils import get_logger
 
+_config: Any = numba.config
+
 
 def _prefer_widest_vectors() -> None:
     """LLVM keeps to half of AVX-512's width unless told otherwise. Numba looks when it first compiles something."""
     features = llvm.get_host_cpu_features()
-    if features.get("avx512f") and not numba.config.CPU_FEATURES:
-        numba.config.CPU_NAME = llvm.get_host_cpu_name()
-        numba.config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
+    if features.get("avx512f") and not _config.CPU_FEATURES:
+        _config.CPU_NAME = llvm.get_host_cpu_name()
+        _config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
 
 
 def _keep_compiled_kernels() -> None:
@@ -32,7 +34,7 @@ def _keep_compiled_kernels() -> None:
         shared = [*sorted(here.glob("jit*.py")), *(here / f"{name}.py" for name in names)]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()[:16]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        numba.config.CACHE_DIR = str(root / "xtuner" / "kernels" / digest)
+        _config.CACHE_DIR = str(root / "xtuner" / "kernels" / digest)
 
 
 _prefer_widest_vectors()
@@ -59,7 +61,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 def part(function: Callable[..., Any]) -> Any:
     """A function of arrays that kernels are made of. It makes no arrays, and counts no references to those it has:
     that costs a call more than hundreds of numbers, and threads that count the same ones much more."""
-    return numba.njit(_nrt=False, **_INSIDE, **_OPTIONS)(function)
+    options: dict[str, Any] = {"_nrt": False, **_INSIDE, **_OPTIONS}
+    return numba.njit(**options)(function)
 
 
 def scalar(function: Callable[..., Any]) -> Any:

@@ -74,9 +74,9 @@ class PaddedAttention:
             return sink_attention(q, k, v, mask, scale, sinks).view(-1, v_dim)
         q, k, v = q.view(n, -1, lq, dim), k.view(n, heads, lk, dim), v.view(n, heads, lk, v_dim)
         causal = block.prefix_length is None and window is None
-        mask = None if causal else self._mask(i, torch.bool, window)
+        seen = None if causal else self._mask(i, torch.bool, window)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=heads != q.shape[1]
+            q, k, v, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=heads != q.shape[1]
         )
         return out.reshape(-1, v_dim)
 

@@ -44,8 +44,11 @@ class PagedRows(NamedTuple):
         """tables int32 [S, P]; lengths int64 [S] of the rows, none 0; before int64 [S]."""
         starts, tiles = cls.cut(lengths)
         spans = list(zip(starts.tolist(), starts[1:].tolist(), before.tolist(), strict=False))
-        arrays = (array.astype(np.int32, copy=False) for array in (tables, starts, before, tiles))
-        return cls(*(put(array, device) for array in arrays), spans=spans)
+
+        def on_device(array: np.ndarray) -> Tensor:
+            return put(array.astype(np.int32, copy=False), device)
+
+        return cls(on_device(tables), on_device(starts), on_device(before), on_device(tiles), spans)
 
     @staticmethod
     def cut(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

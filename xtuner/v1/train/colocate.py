@@ -25,7 +25,7 @@ from xtuner.v1.utils.event_loop import end_loop
 
 from .canary import Canary
 from .checkpoints import read_state, refuse_done, refuse_other_batches, restore_rng
-from .checks import check_named_checkpoint, epoch_steps, measured_problems, warn_of_repeated_prompts
+from .data_checks import check_named_checkpoint, epoch_steps, measured_problems, warn_of_repeated_prompts
 from .debug_replay import replay_steps, rollout_only, train_only
 from .exact import gap_excuse, is_exact
 from .experiment import Experiment

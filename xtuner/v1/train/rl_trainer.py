@@ -237,7 +237,7 @@ class RLColocateTrainerConfig(XTunerConfig):
 
     def check_data(self) -> list[str]:
         """What the prompts tell, once `check` finds nothing: rows that cannot be used, too few of them."""
-        from .checks import check_data
+        from .data_checks import check_data
 
         return check_data(self)
 

@@ -75,8 +75,10 @@ class MetricWriter:
             self._page.write(kind, step, values)
 
     def close(self) -> None:
-        for writer in (*self._files.values(), *self._boards.values()):
-            writer.close()
+        for file in self._files.values():
+            file.close()
+        for board in self._boards.values():
+            board.close()
         if self._page is not None:
             self._page.close()
 

@@ -74,7 +74,7 @@ def fill(state: RolloutState, output: GenerateOutput, tokenizer: Any) -> Rollout
 
 def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool) -> str:
     """The text of `ids` as the tokenizer's `decode` gives it, nothing cleaned up."""
-    if _leaves_decoding_to_backend(type(tokenizer)):
+    if _leaves_decoding_to_backend(tokenizer.__class__):
         # What `decode` does around this, a look at every id first of all, takes longer than the decoding.
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

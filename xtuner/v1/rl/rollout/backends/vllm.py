@@ -8,7 +8,7 @@ from xtuner.v1.data_proto import FinishReason
 from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy, by_module
 
 from .answer_checks import checked, readable, said
-from .base import GenerateOutput, GenerateRequest, MemoryTag
+from .base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from .carriers import Carrier, carrier_for
 from .cpu_cache import cache_tokens, row_bytes
 from .sampling_checks import is_greedy
@@ -83,7 +83,7 @@ class VLLMEngine(ServedEngine):
         logprobs = choice["logprobs"]["token_logprobs"] if p.return_logprob and ids else []
         reason = _REASONS.get(choice["finish_reason"], "error")
         error = f"vllm: finish_reason {choice['finish_reason']!r}" if reason == "error" else None
-        stage = "raw" if is_greedy(p) else "sampled"
+        stage: LogprobStage = "raw" if is_greedy(p) else "sampled"
         output = GenerateOutput(request.request_id, ids, logprobs, [], reason, stage, error)
         if alternatives:
             output.top_logprobs = (

@@ -22,6 +22,7 @@ from xtuner.v1.utils import get_logger
 
 from ..base import GenerateOutput, GenerateRequest, LogprobStage, MemoryTag
 from ..sampling_checks import is_greedy
+from .gpu_room import GPURoom, step_bytes
 from .paged_cache import PAGE, PagedCache
 from .paged_runner import MAX_STEPS, PagedRunner
 from .requests import RequestLimits, RequestRefused, make_sequence, read_eos_ids
@@ -128,6 +129,8 @@ class NativeEngine(ReadableWeights):
             parameters = sum(p.numel() for p in self._model.parameters())
             self._prefill_rows = min(self._prefill_rows, max(_LEAST_ROWS, int(_CPU_OPERATIONS / 2 / parameters)))
         self._limits = RequestLimits(config.vocab_size, context, eos_ids, self._decode_text)
+        work = step_bytes(config, self.dtype, self._max_batch_size, self._max_prefill_rows)
+        self._gpu_room = GPURoom(self.device, self._gpu_memory_utilization, work)
         self._set_cache_budget()
 
     def _build_model(self, config: TransformerConfig) -> DecoderModel:
@@ -164,6 +167,7 @@ class NativeEngine(ReadableWeights):
         await self.abort()
         self._cache.free()
         self._drop_weights()
+        self._receiver.forget()
         self._obstacle = {"start": "the engine was stopped."}
         del self._runner  # with its graphs and their memory: now, not when garbage is collected
 
@@ -419,7 +423,7 @@ class NativeEngine(ReadableWeights):
 
     def _set_cache_budget(self) -> None:
         on_cuda = self.device.type == "cuda"
-        budget = min(self._gpu_cache_bytes(), self._most_cache_bytes()) if on_cuda else self._cpu_cache_bytes
+        budget = self._gpu_cache_bytes() if on_cuda else self._cpu_cache_bytes
         self._cache.set_budget(budget)
         wanted, possible = self._cache.max_length, self._cache.longest_sequence
         if possible < min(wanted, PAGE // 2):
@@ -438,37 +442,13 @@ class NativeEngine(ReadableWeights):
         """See `StaysAwake`."""
         if self.device.type != "cuda" or self.num_ranks > 1 or self._obstacle.keys() & {"start", "failure"}:
             return None
-        most = self._most_cache_bytes()
-        return most if most <= self._cache_room()[0] else None
-
-    def _most_cache_bytes(self) -> int:
-        """Of pages for all sequences at once at full length. Taking more and giving it back costs milliseconds a GB."""
         assert isinstance(self._cache, PagedCache)
-        return self._cache.tables.size * PAGE * self._cache.row_bytes
+        most = self._cache.most_bytes
+        return most if most <= self._gpu_room.beside(self._cache) else None
 
     def _gpu_cache_bytes(self) -> int:
-        """`_cache_room`, if there is any."""
-        budget, in_use, work = self._cache_room()
-        if budget <= 0:
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            raise RuntimeError(
-                f"no memory is left for the cache: gpu_memory_utilization={self._gpu_memory_utilization} of "
-                f"{total} bytes, {in_use} in use (weights included), {work} for one step. Raise "
-                "gpu_memory_utilization or free memory."
-            )
-        return budget
-
-    def _cache_room(self) -> tuple[int, int, int]:
-        """Bytes that the cache may take of the card's memory, beside those in use now, and those of the work of a step;
-        these two too."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        in_use = total - free - idle - self._cache.num_bytes
-        config = self._model.config
-        logits = 4 * 4 * self._max_batch_size * config.vocab_size
-        widest = 8 * config.hidden_size + config.mlp_values
-        work = logits + widest * self._max_prefill_rows * self.dtype.itemsize
-        return int(self._gpu_memory_utilization * total) - in_use - work, in_use, work
+        assert isinstance(self._cache, PagedCache)
+        return min(self._gpu_room.some_beside(self._cache), self._cache.most_bytes)
 
     def _decode_text(self, ids: list[int]) -> str:
         if self._tokenizer is None:

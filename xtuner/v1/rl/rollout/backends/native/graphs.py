@@ -1,7 +1,7 @@
 """CUDA graphs."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ def can_be_captured(model: DecoderModel, capability: tuple[int, int]) -> bool:
     return False
 
 
-def captured(run: Callable[[], T], device: torch.device, pool: tuple[int, int] | None) -> Callable[[], T]:
+def captured(run: Callable[[], T], device: torch.device, pool: Any) -> Callable[[], T]:
     """What does the same by one launch, and gives what `run` gave while it was captured, with other content.
 
     `run` is called twice: the first time compiles kernels, and does its work.

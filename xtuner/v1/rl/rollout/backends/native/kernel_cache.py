@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from xtuner.v1.model.config import MHAConfig
 from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.ops.cpu import bits
 from xtuner.v1.ops.simd import LANES
@@ -34,6 +35,7 @@ class KernelCache(Cache):
 
     def __init__(self, model: DecoderModel, max_slots: int, max_length: int) -> None:
         a, layers = model.config.attention, model.config.num_hidden_layers
+        assert isinstance(a, MHAConfig)
         self._dtype = model.head_weight().dtype
         numbers = 2 * layers * a.num_key_value_heads * a.head_dim
         super().__init__(numbers * self._dtype.itemsize, max_slots, max_length)

@@ -54,9 +54,10 @@ def kernel_types() -> list[torch.dtype]:
 
 def kernels_know(model: DecoderModel) -> bool:
     """Whether they compute all of a model."""
-    config, a = model.config, model.config.attention
+    config = model.config
     if type(config) is not DenseModelConfig or model.head_weight().dtype not in kernel_types():
         return False
+    a = config.attention
     unusual = {*config.model_dump(exclude_defaults=True), *a.model_dump(exclude_defaults=True)} - _KNOWN
     windows = any(config.window_of(layer) is not None for layer in range(config.num_hidden_layers))
     return not unusual and not windows and a.head_dim % (2 * LANES) == 0
@@ -68,7 +69,9 @@ class KernelRunner:
     def __init__(self, model: DecoderModel, max_slots: int, max_length: int, threads: int | None = None) -> None:
         """threads None: as many as torch uses."""
         self.model, self.cache = model, KernelCache(model, max_slots, max_length)
-        c, a = model.config, model.config.attention
+        c = model.config
+        assert isinstance(c, DenseModelConfig)
+        a = c.attention
         self._dimensions = Dimensions(
             a.num_attention_heads, a.num_key_value_heads, a.head_dim, c.intermediate_size, c.vocab_size,
             np.float32(c.rms_norm_eps), np.float32(a.head_dim**-0.5),

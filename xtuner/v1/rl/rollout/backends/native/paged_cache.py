@@ -96,6 +96,11 @@ class PagedCache(Cache):
         return 0 if self._pool is None else self._pool.numel() * self.dtype.itemsize
 
     @property
+    def most_bytes(self) -> int:
+        """Of pages for all sequences at once at full length. Taking more and giving it back costs milliseconds a GB."""
+        return self.tables.size * PAGE * self.row_bytes
+
+    @property
     def longest_sequence(self) -> int:
         return max(0, self.num_pages * PAGE - self._slack)
 

@@ -1,6 +1,7 @@
 """A model whose layers are cut over ranks, for a runner that knows nothing of it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,9 +96,10 @@ class CutDecoder(DecoderModel):
 
         def own_rows(ids: Tensor) -> Tensor:
             hidden = self.embed_tokens(ids)
-            normed = self.layers[0].input_layernorm(hidden)
-            norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-            for layer, following in zip(self.layers, norms, strict=True):
+            layers: list[Any] = list(self.layers)
+            normed = layers[0].input_layernorm(hidden)
+            norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+            for layer, following in zip(layers, norms, strict=True):
                 hidden, normed = layer.infer(hidden, normed, rotary, context, following)
             return normed
 
