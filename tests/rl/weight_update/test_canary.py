@@ -8,7 +8,7 @@ from update_helpers import grouped, write_model
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.hf import iter_hf_tensors
-from xtuner.v1.rl.rollout.backends.engine_side.xtuner_sums import describe
+from xtuner.v1.rl.rollout.backends.engine_side.xtuner_sums import describe, inside
 from xtuner.v1.rl.rollout.backends.native import NativeEngine
 from xtuner.v1.rl.weight_update import ReadsWeights, StaleWeightsError, Witness
 from xtuner.v1.rl.weight_update.canary import by_module, module_of
@@ -53,7 +53,7 @@ class Fused:
         self.parameters["lm_head.weight"] = torch.nn.functional.pad(tensors["lm_head.weight"], (0, 0, 0, 2)).to(dtype)
 
     async def weight_sums(self, keys):
-        return by_module(describe(self.parameters.items()), keys, self.dtype)
+        return by_module(describe(inside(self.parameters.items(), keys)), keys, self.dtype)
 
 
 def test_every_weight_is_in_the_sample_once_in_so_many_updates_and_the_ends_always():
@@ -105,6 +105,15 @@ def test_modules_of_names():
     assert module_of("model.layers.12.mlp.experts.3.up_proj.weight") == "model.layers.12.mlp"
     assert module_of("model.layers.1.input_layernorm.weight") == "model.layers.1.input_layernorm"
     assert module_of("lm_head.weight") == "lm_head"
+
+
+def test_an_engine_sums_what_is_inside_of_the_modules_that_it_is_asked_for():
+    names = [f"{name}.weight" for name in ("model.layers.1.mlp.a", "model.layers.11.mlp.a", "model.layers.1.norm")]
+    names.append("lm_head.bias")
+    tensors = {name: torch.zeros(1) for name in names}
+    asked = ["model.layers.1.mlp", "lm_head", "model.embed_tokens"]
+    assert dict(inside(tensors.items(), asked)).keys() == {names[0], names[-1]}
+    assert {module_of(name) for name, _ in inside(tensors.items(), asked)} < set(asked)
 
 
 def test_the_native_engine_reads_what_it_has(tmp_path):

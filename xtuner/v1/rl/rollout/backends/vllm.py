@@ -115,7 +115,7 @@ class VLLMEngine(ServedEngine):
         """See `ReadsWeights`."""
         if not await self.serves():
             return {}
-        answer = await self._on_workers("sum_weights")
+        answer = await self._on_workers("sum_weights", modules=keys)
         with readable(self.server.name):
             (found,) = answer["results"]
             return by_module(found, keys, self.dtype)

@@ -1,6 +1,6 @@
 """Sums of the bits of what a model computes with, read in an engine's process; `rl.weight_update.canary` compares."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ def pattern_sum(tensor: Tensor) -> Tensor:
     """int64 []: of the elements' patterns as signed integers."""
     kind = _INTEGERS[tensor.dtype.itemsize]
     return tensor.detach().contiguous().view(kind).sum(dtype=torch.int64)
+
+
+def inside(named: Iterable[tuple[str, Tensor]], modules: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those that belong to one of these modules, or to a part of it."""
+    wanted = set(modules)
+    for name, tensor in named:
+        if any(name[:end] in wanted for end, sign in enumerate(name) if sign == "."):
+            yield name, tensor
 
 
 def describe(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[int | str]]:

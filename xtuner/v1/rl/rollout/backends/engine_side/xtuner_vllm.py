@@ -52,12 +52,12 @@ class TakeWeights:
         take_update(address, worker.device, self._load)
         return {"address": address}
 
-    def sum_weights(self) -> dict[str, Any]:
+    def sum_weights(self, modules: list[str]) -> dict[str, Any]:
         """See `xtuner_sums.describe`. A layer that keeps only a packed copy, as on a CPU, has no elements here."""
-        from xtuner_sums import describe
+        from xtuner_sums import describe, inside
 
         worker: Any = self
-        return describe(worker.model_runner.get_model().named_parameters())
+        return describe(inside(worker.model_runner.get_model().named_parameters(), modules))
 
     def _load(self, update: "Update") -> None:
         worker: Any = self
