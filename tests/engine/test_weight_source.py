@@ -40,22 +40,27 @@ def engine_of(kind, tmp_path, **fsdp):
     return engine
 
 
+@pytest.mark.parametrize("by_parameter", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("fsdp", [{}, BF16])
-def test_lent_weights_are_the_parameters_and_arrive_like_cast_ones(tmp_path, kind, fsdp):
+def test_lent_weights_are_the_parameters_and_arrive_like_cast_ones(tmp_path, kind, fsdp, by_parameter):
     engine = engine_of(kind, tmp_path, **fsdp)
-    lent, cast = (list(engine.weight_buckets(6_000, cast=c)) for c in (False, True))
-    assert names_and_dtypes(lent) == names_and_dtypes(cast)
+    lent, cast = (list(engine.weight_buckets(6_000, cast=c, by_parameter=by_parameter)) for c in (False, True))
+    assert names_and_dtypes(lent) == names_and_dtypes(cast) and {b.by_parameter for b in lent + cast} == {by_parameter}
+    names = engine.model.named_parameters() if by_parameter else engine.model.hf_params.items()
+    assert names_and_dtypes(lent).keys() == dict(names).keys()
     assert len(lent) > 2 and all(len(b.tensors) == 1 or b.num_bytes <= 6_000 for b in lent)
     storages = {local_part(p.detach()).untyped_storage().data_ptr() for p in engine.model.parameters()}
     assert all(t.untyped_storage().data_ptr() in storages for b in lent for t in b.tensors.values())
     dtype = engine.compute_dtype
     for kept in (torch.float32, dtype):
         expected, found = (engine.model_cfg.build("cpu", kept).requires_grad_(False) for _ in range(2))
-        WeightReceiver(expected).take(with_checksums(cast))
-        WeightReceiver(found).take(with_checksums(engine.weight_buckets(6_000, cast=False)))
-        for (name, a), b in zip(expected.named_parameters(), found.parameters(), strict=True):
-            assert torch.equal(a, b), name
+        WeightReceiver(expected).take(with_checksums(engine.weight_buckets(6_000)))
+        for buckets in (cast, engine.weight_buckets(6_000, cast=False, by_parameter=by_parameter)):
+            WeightReceiver(found).take(with_checksums(buckets))
+            for (name, a), b in zip(expected.named_parameters(), found.parameters(), strict=True):
+                assert torch.equal(a, b), name
+                b.zero_()
 
 
 def test_lent_weights_follow_training_and_parking(tmp_path):
@@ -75,18 +80,23 @@ def test_lent_weights_follow_training_and_parking(tmp_path):
         assert not torch.equal(param, before[name]), name
 
 
-def test_weights_that_were_dropped_and_taken_again_are_written_where_they_are_now(tmp_path):
+@pytest.mark.parametrize("by_parameter", [False, True])
+def test_weights_that_were_dropped_and_taken_again_are_written_and_read_where_they_are_now(tmp_path, by_parameter):
     engine = make_engine(tmp_path)
     model = engine.model_cfg.build("cpu").requires_grad_(False)
     weights, receiver = PlainWeights(model), WeightReceiver(model)
-    receiver.take(engine.weight_buckets(6_000))
+    receiver.take(engine.weight_buckets(6_000, by_parameter=by_parameter))
+    names = [name for bucket in engine.weight_buckets(6_000, by_parameter=by_parameter) for name in bucket.tensors]
+    sums = receiver.sums(names, torch.float32)
     weights.drop()
     receiver.forget()
     weights.restore()
     for param in model.parameters():
         param.zero_()
-    receiver.take(engine.weight_buckets(6_000))
+    assert receiver.sums(names, torch.float32) == {name: (0, elements) for name, (_, elements) in sums.items()}
+    receiver.take(engine.weight_buckets(6_000, by_parameter=by_parameter))
     assert all(param.abs().max() > 0 for param in model.parameters())
+    assert receiver.sums(names, torch.float32) == sums
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -111,7 +121,7 @@ def test_an_update_that_fails_lets_the_other_ranks_end_their_gathering(tmp_path,
     monkeypatch.setattr("xtuner.v1.rl.weight_update.in_process.peer", {"rollout_0": rollout}.__getitem__)
 
     class Float16:
-        def weight_buckets(self, bucket_bytes, cast):
+        def weight_buckets(self, bucket_bytes, cast, by_parameter):
             yield from engine.weight_buckets(bucket_bytes, torch.float16)
             drained.append(True)
 

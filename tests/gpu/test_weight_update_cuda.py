@@ -94,8 +94,9 @@ def test_prepared_checksums_are_of_what_is_there_by_then():
     assert before != run().tolist() == bit_sums(tensors, torch.bfloat16).tolist()
 
 
+@pytest.mark.parametrize("by_parameter", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
-def test_an_update_in_process_is_the_parameters_rounded_also_after_a_sleep(trainer, cast):
+def test_an_update_in_process_is_the_parameters_rounded_also_after_a_sleep(trainer, cast, by_parameter):
     engine = Engine()
     for turn in range(2):
         with torch.no_grad():
@@ -103,8 +104,12 @@ def test_an_update_in_process_is_the_parameters_rounded_also_after_a_sleep(train
                 param.to_local().add_(0.01)
         trainer.offload()
         trainer.onload()
-        engine.receiver.take(with_checksums(trainer.weight_buckets(BUCKET, cast=cast)))
+        buckets = list(trainer.weight_buckets(BUCKET, cast=cast, by_parameter=by_parameter))
+        engine.receiver.take(with_checksums(buckets))
         assert differing(engine.held(), expected(trainer)) == [], turn
+        sent = {name: tensor.to(torch.bfloat16) for bucket in buckets for name, tensor in bucket.tensors.items()}
+        sums = engine.receiver.sums(list(sent), torch.bfloat16)
+        assert [total for total, _ in sums.values()] == bit_sums(list(sent.values())).tolist(), turn
         engine.memory.drop()
         engine.memory.restore()
 

@@ -42,7 +42,10 @@ def test_several_parts_make_the_same_sum_as_one(places, monkeypatch):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_columns_parts_and_steps_are_read_along_rows(dtype, sums):
     tensor = torch.randn(30, 24, generator=torch.Generator().manual_seed(4)).to(dtype)
-    parts = (tensor.t(), tensor[3:9], tensor.t()[2:7], tensor[::2], tensor[:, 1::3], tensor[:1].t(), tensor[:0].t())
+    columns = tensor.t()
+    parts = [columns, tensor[3:9], columns[2:7], columns[:, 2:9], columns[2:7, 1:4], tensor[2:7, 1:4]]
+    parts += [tensor[::2], tensor[:, 1::3], columns[:1], columns[:, :1], columns[:0]]
+    parts.append(tensor.view(6, 5, 24).transpose(0, 1))
     for part in parts:
         assert sums(part) == exact(part)
         assert sums(part, torch.bfloat16) == exact(part.bfloat16())
@@ -54,6 +57,21 @@ def test_without_places_any_order_is_the_same_and_a_bit_is_not(sums):
     flipped.view(torch.int32)[5, 5] ^= 1
     assert sums(tensor.t().flip(1).contiguous(), places=False) == sums(tensor, places=False)
     assert sums(flipped, places=False) != sums(tensor, places=False)
+
+
+@pytest.mark.parametrize("places", [True, False])
+def test_large_tensors_count_as_rounded_too(places, monkeypatch):
+    monkeypatch.setattr("xtuner.v1.ops.cpu_bit_sums._CHUNK", 64)
+    tensor = torch.randn(30, 24, generator=torch.Generator().manual_seed(4))
+    for part in (tensor, tensor.t(), -tensor.abs()):
+        assert bit_sums([part], torch.bfloat16, places).item() == exact(part.bfloat16(), places)
+
+
+def test_a_tensor_without_memory_is_refused():
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="Tensor of shape \\[1000\\] has no memory"):
+        bit_sums([tensor])
 
 
 def test_what_was_prepared_sums_what_is_there_by_then():

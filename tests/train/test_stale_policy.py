@@ -5,6 +5,7 @@ weights, version 1, after the first train step: only that one may have been trai
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ class TakesTheOldOnesAgain(HONEST):
     last: list[WeightBucket] | None = None
 
     async def update_weights(self, buckets, version):
-        came = [WeightBucket({n: t.clone() for n, t in b.tensors.items()}, b.dtype) for b in buckets]
+        came = [replace(b, tensors={n: t.clone() for n, t in b.tensors.items()}) for b in buckets]
         await super().update_weights(self.last or came, version)
         self.last = came
 
@@ -77,11 +78,14 @@ class LosesHalf(Receives):
 
 
 class SwapsTwo(Receives):
+    """The weights of keys and values."""
+
     class receiver(WeightReceiver):  # noqa: N801
         def _copy(self, pairs, bucket):
-            names = list(bucket.tensors)
-            k, v = (i for i, name in enumerate(names) if "k_proj" in name or "v_proj" in name)
-            pairs[k], pairs[v] = (pairs[k][0], pairs[v][1]), (pairs[v][0], pairs[k][1])
+            (place,) = (i for i, name in enumerate(bucket.tensors) if "qkv_proj" in name)
+            target, source = pairs[place]
+            q, k, v = source.split((32, 16, 16))
+            pairs[place] = target, torch.cat((q, v, k))
             super()._copy(pairs, bucket)
 
 
@@ -158,9 +162,8 @@ def without_adapters(model) -> Any:
 def experts_elsewhere(engine: TrainEngine, *args, **kwargs) -> Iterator[WeightBucket]:
     """Those of the other rank in the place of one rank's."""
     for bucket in weight_buckets(engine, *args, **kwargs):
-        names = {name: name.replace("experts.0.", "experts.2.") for name in bucket.tensors if "experts.0." in name}
-        names |= {other: name for name, other in names.items()}
-        yield WeightBucket({n: bucket.tensors[names.get(n, n)] for n in bucket.tensors}, bucket.dtype)
+        tensors = {n: t.roll(t.shape[0] // 2, 0) if ".experts." in n else t for n, t in bucket.tensors.items()}
+        yield replace(bucket, tensors=tensors)
 
 
 weight_buckets = TrainEngine.weight_buckets

@@ -108,12 +108,19 @@ def test_modules_of_names():
 
 
 def test_an_engine_sums_what_is_inside_of_the_modules_that_it_is_asked_for():
-    names = [f"{name}.weight" for name in ("model.layers.1.mlp.a", "model.layers.11.mlp.a", "model.layers.1.norm")]
-    names.append("lm_head.bias")
-    tensors = {name: torch.zeros(1) for name in names}
-    asked = ["model.layers.1.mlp", "lm_head", "model.embed_tokens"]
-    assert dict(inside(tensors.items(), asked)).keys() == {names[0], names[-1]}
-    assert {module_of(name) for name, _ in inside(tensors.items(), asked)} < set(asked)
+    inside_of = {
+        "model.layers.1.mlp": ["model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.w13.weight"],
+        "model.layers.1.scale": ["model.layers.1.scale"],
+        "lm_head": ["lm_head.bias"],
+        "": ["scale"],
+        "model.layers.11.mlp": ["model.layers.11.mlp.gate.weight"],
+        "model.layers.1.norm": ["model.layers.1.norm.weight"],
+    }
+    assert all(module_of(name) == module for module, names in inside_of.items() for name in names)
+    tensors = {name: torch.zeros(1) for names in inside_of.values() for name in names}
+    for asked in (list(inside_of), list(inside_of)[:4], ["lm_head", "model.embed_tokens"], []):
+        found = [name for name, _ in inside(tensors.items(), asked)]
+        assert found == [name for module in inside_of if module in asked for name in inside_of[module]]
 
 
 def test_the_native_engine_reads_what_it_has(tmp_path):

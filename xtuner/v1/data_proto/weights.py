@@ -8,13 +8,17 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class WeightBucket:
-    """Full tensors by Hugging Face name, gathered from all shards; never the whole model at once."""
+    """Full tensors, gathered from all shards; never the whole model at once."""
 
     tensors: dict[str, Tensor]
+    """By Hugging Face name, or by that of the parameter."""
     dtype: torch.dtype | None = None
     """The values count as rounded to this type; who takes them rounds them. None: as they are."""
     checksums: Tensor | None = None
     """int64 [n], `bit_sums` of the tensors in `dtype`, in their order; None: not wanted."""
+    by_parameter: bool = False
+    """Whether the names are those of our model's parameters, of which one can hold hundreds of a checkpoint's weights,
+    as those of experts do: for an engine that computes with the same model. All buckets of an update are alike."""
 
     def rounded(self) -> dict[str, Tensor]:
         """The tensors in the type that they count in."""

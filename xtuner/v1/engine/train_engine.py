@@ -213,16 +213,16 @@ class TrainEngine:
     # ---------------------------------------------------------------- weights out
 
     def weight_buckets(
-        self, bucket_bytes: int, dtype: torch.dtype | None = None, cast: bool = True
+        self, bucket_bytes: int, dtype: torch.dtype | None = None, cast: bool = True, by_parameter: bool = False
     ) -> Iterator[WeightBucket]:
         """All weights by Hugging Face name, full tensors in `dtype` (default: the type of compute), in buckets of at
         most `bucket_bytes`, or of one larger tensor. With `cast=False` a bucket may hold the parameters themselves and
-        say in `dtype` what to round them to.
+        say in `dtype` what to round them to. by_parameter: whole parameters by their own names.
 
         Every rank must iterate to the end: gathering is collective. Up to five buckets' memory is in use at a time.
         """
         self.check_awake()
-        return self.source.buckets(bucket_bytes, dtype or self.compute_dtype, cast)
+        return self.source.buckets(bucket_bytes, dtype or self.compute_dtype, cast, by_parameter)
 
     def save_hf(self, out_dir: Path, source_dir: str | Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face folder; rank 0 writes, all ranks gather. With adapters: the merged model, if

@@ -1,6 +1,6 @@
 """A training engine's weights on their way out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from itertools import chain
 
@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.model.hf import export_hf_batches, weight_views
+from xtuner.v1.model.hf import export_batches, export_hf_batches, parameter_views, weight_views
 from xtuner.v1.model.lora import adapted_layers
 
 from .host_memory import Lane, mark, wait
 
 
 class WeightSource:
-    """Buckets of a model's weights, by Hugging Face name.
+    """Buckets of a model's weights, by Hugging Face name or by parameter.
 
     Weights that are cut over ranks, or merged with adapters, are gathered bucket by bucket, on a GPU one bucket ahead
     of the one in use. If all of them lie whole on this rank's device, they can be lent as they lie instead.
@@ -26,15 +26,18 @@ class WeightSource:
     def __init__(self, model: DecoderModel, device: torch.device) -> None:
         self._model, self._device = model, device
 
-    def buckets(self, bucket_bytes: int, dtype: torch.dtype, cast: bool = True) -> Iterator[WeightBucket]:
+    def buckets(
+        self, bucket_bytes: int, dtype: torch.dtype, cast: bool = True, by_parameter: bool = False
+    ) -> Iterator[WeightBucket]:
         """See `TrainEngine.weight_buckets`."""
-        if cast or self._own is None:
-            batches = export_hf_batches(self._model, dtype, bucket_bytes)
-            buckets = chain.from_iterable(_group(batch.items(), None, bucket_bytes) for batch in batches)
+        if cast or not self._lies_here:
+            batches = (export_batches if by_parameter else export_hf_batches)(self._model, dtype, bucket_bytes)
+            buckets = chain.from_iterable(_group(batch, None, bucket_bytes, by_parameter) for batch in batches)
             yield from _ahead(buckets, self._lane, self._device)
         else:
-            for tensors, kept in zip(self._own, (dtype, None), strict=True):
-                yield from _group(tensors.items(), kept, bucket_bytes)
+            lent = self._own_parameters if by_parameter else self._own_weights
+            for tensors, kept in zip(lent, (dtype, None), strict=True):
+                yield from _group(tensors, kept, bucket_bytes, by_parameter)
 
     @cached_property
     def _lane(self) -> Lane:
@@ -42,33 +45,42 @@ class WeightSource:
         return Lane(self._device)
 
     @cached_property
-    def _own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """The parameters themselves, by name: those to be rounded, and those that stay float32. None if they do not lie
-        whole on this rank's device, or are not what is to go out.
-
-        Their memory is exchanged when they are parked, but never they themselves.
-        """
+    def _lies_here(self) -> bool:
+        """Whether the parameters lie whole on this rank's device, and are what is to go out."""
         if next(adapted_layers(self._model), None) is not None:
-            return None
-        for param in self._model.parameters():
-            cut = isinstance(param, DTensor) and param.device_mesh.size() > 1
-            if cut or param.device.type != self._device.type:
-                return None
+            return False
+        params = list(self._model.parameters())
+        cut = any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in params)
+        return not cut and all(p.device.type == self._device.type for p in params)
+
+    # The parameters themselves: those to be rounded, and those that stay float32. Their memory is exchanged when they
+    # are parked, but never they themselves.
+
+    @cached_property
+    def _own_parameters(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return _split(parameter_views(self._model), self._model.float32_names)
+
+    @cached_property
+    def _own_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         exact = {name for name, place in self._model.hf_params.items() if place.param in self._model.float32_names}
-        views = weight_views(self._model)
-        return {n: t for n, t in views.items() if n not in exact}, {n: t for n, t in views.items() if n in exact}
+        return _split(weight_views(self._model), exact)
+
+
+def _split(tensors: dict[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those without and those with these names."""
+    return {n: t for n, t in tensors.items() if n not in names}, {n: t for n, t in tensors.items() if n in names}
 
 
 def _group(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+    tensors: dict[str, Tensor], dtype: torch.dtype | None, bucket_bytes: int, by_parameter: bool
 ) -> Iterator[WeightBucket]:
     """Buckets of at most `bucket_bytes` in `dtype`, or of one tensor that is larger."""
-    bucket, size = WeightBucket({}, dtype), 0
-    for name, tensor in tensors:
+    bucket, size = WeightBucket({}, dtype, by_parameter=by_parameter), 0
+    for name, tensor in tensors.items():
         num_bytes = tensor.numel() * (dtype or tensor.dtype).itemsize
         if bucket.tensors and size + num_bytes > bucket_bytes:
             yield bucket
-            bucket, size = WeightBucket({}, dtype), 0
+            bucket, size = WeightBucket({}, dtype, by_parameter=by_parameter), 0
         bucket.tensors[name] = tensor
         size += num_bytes
     if bucket.tensors:

@@ -195,37 +195,36 @@ def export_hf_tensors(model: DecoderModel, dtype: torch.dtype) -> Iterator[tuple
 
 
 def export_hf_batches(model: DecoderModel, dtype: torch.dtype, at_once: int) -> Iterator[dict[str, Tensor]]:
-    """The same, as many parameters at a time as make up `at_once` bytes, or one that is larger; they are gathered
-    together."""
-    by_param: dict[str, list[str]] = {}
+    """The same in batches; see `export_batches`."""
+    names: dict[str, list[str]] = {}
     for name, place in model.hf_params.items():
-        by_param.setdefault(place.param, []).append(name)
+        names.setdefault(place.param, []).append(name)
+    for batch in export_batches(model, dtype, at_once):
+        yield {name: _rows_of(whole, model.hf_params[name]) for param, whole in batch.items() for name in names[param]}
+
+
+def export_batches(model: DecoderModel, dtype: torch.dtype, at_once: int) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters in `dtype` by their own names, adapters merged, as many at a time as make up `at_once` bytes, or
+    one that is larger; they are gathered together."""
     batch: list[str] = []
     size = 0
-    for param in by_param:
+    for param in dict.fromkeys(place.param for place in model.hf_params.values()):
         num_bytes = model.get_parameter(param).numel() * _exported_dtype(model, param, dtype).itemsize
         if batch and size + num_bytes > at_once:
-            yield _by_hf_name(model, batch, by_param, dtype)
+            yield _wholes(model, batch, dtype)
             batch, size = [], 0
         batch.append(param)
         size += num_bytes
     if batch:
-        yield _by_hf_name(model, batch, by_param, dtype)
+        yield _wholes(model, batch, dtype)
 
 
-def _by_hf_name(
-    model: DecoderModel, params: list[str], names: dict[str, list[str]], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    out = {}
-    for param, full in zip(params, _wholes(model, params, dtype), strict=True):
-        for name in names[param]:
-            place = model.hf_params[name]
-            rows = full[place.start : place.end]
-            out[name] = rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
-    return out
+def _rows_of(whole: Tensor, place: ParamSlice) -> Tensor:
+    rows = whole[place.start : place.end]
+    return rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
 
 
-def _wholes(model: DecoderModel, params: list[str], dtype: torch.dtype) -> list[Tensor]:
+def _wholes(model: DecoderModel, params: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """These parameters whole, in `dtype` but for those that stay float32."""
     wholes: dict[str, Tensor] = {}
     rest = {}
@@ -238,7 +237,7 @@ def _wholes(model: DecoderModel, params: list[str], dtype: torch.dtype) -> list[
             param, order = module.get_parameter(leaf).detach(), model.row_orders.get(name)
             rest[name] = (param, _exported_dtype(model, name, dtype), order)
     wholes.update(zip(rest, gather_all(list(rest.values())), strict=True))
-    return [wholes[name] for name in params]
+    return {name: wholes[name] for name in params}
 
 
 def _exported_dtype(model: DecoderModel, param: str, dtype: torch.dtype) -> torch.dtype:
@@ -248,13 +247,14 @@ def _exported_dtype(model: DecoderModel, param: str, dtype: torch.dtype) -> torc
 def weight_views(model: DecoderModel) -> dict[str, Tensor]:
     """Every weight by its Hugging Face name, as a view of what this rank holds of the parameter; for models that are
     not cut over ranks."""
+    params = parameter_views(model)
+    return {name: _rows_of(params[place.param], place) for name, place in model.hf_params.items()}
+
+
+def parameter_views(model: DecoderModel) -> dict[str, Tensor]:
+    """What this rank holds of every parameter, by its own name."""
     params = {name: param.detach() for name, param in model.named_parameters()}
-    whole = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in params.items()}
-    views = {}
-    for name, place in model.hf_params.items():
-        rows = whole[place.param][place.start : place.end]
-        views[name] = rows if place.stack == 1 else rows.unflatten(0, (place.stack, -1))
-    return views
+    return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in params.items()}
 
 
 def _hf_shape(place: ParamSlice, param: Tensor) -> tuple[int, ...]:

@@ -32,10 +32,12 @@ def prepared_bit_sums(
     if not tensors:
         return lambda: torch.zeros(0, dtype=torch.int64)
     types, device = {dtype, *(t.dtype for t in tensors)}, tensors[0].device.type
-    if device == "cuda" and types <= _WITH_KERNEL and all(t.is_contiguous() for t in tensors):
+    if device == "cuda" and types <= _WITH_KERNEL:
         from .bit_sums_kernel import prepare
 
-        return prepare(tensors, dtype, places)
+        if all(t.is_contiguous() for t in tensors):
+            return prepare(tensors, dtype, places)
+        return lambda: bit_sums(tensors, dtype, places)  # of copies, which are elsewhere each time
     if device == "cpu" and cpu_kernels_available():
         from .cpu_bit_sums import bit_sums as cpu_kernel
 
@@ -46,7 +48,7 @@ def prepared_bit_sums(
 def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None, places: bool = True) -> Tensor:
     """The same of one tensor by torch's operations, int64 []."""
     dtype = dtype or tensor.dtype
-    weights, total = _weights(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights, total = _weights(tensor.device, _CHUNK), torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for part in tensor.detach().reshape(-1).split(_CHUNK):
         bits = part.to(dtype).view(INTEGERS[dtype.itemsize]).to(torch.int64)
@@ -61,6 +63,6 @@ def reference_bit_sum(tensor: Tensor, dtype: torch.dtype | None = None, places: 
 
 
 @functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """int64 [chunk]: 2 i + 1."""
-    return torch.arange(1, 2 * _CHUNK, 2, device=device)
+def _weights(device: torch.device, count: int) -> Tensor:
+    """int64 [count]: 2 i + 1."""
+    return torch.arange(1, 2 * count, 2, device=device)

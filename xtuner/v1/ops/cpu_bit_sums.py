@@ -1,4 +1,4 @@
-"""`bit_sums` in one pass over each tensor, as it lies in memory."""
+"""`bit_sums` in one pass over each tensor; what has gaps in rows and in columns, or counts as rounded, is copied."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,41 +11,61 @@ from torch import Tensor
 from .jit import kernel
 
 _INTEGERS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_CHUNK = 1 << 18
+"""Elements that are rounded at a time."""
 
 
 def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None, places: bool) -> Tensor:
     """See `ops.bit_sums`."""
-    return torch.tensor([_sum_of(t if dtype in (None, t.dtype) else t.to(dtype), places) for t in tensors])
+    return torch.tensor([_sum_of(tensor, dtype or tensor.dtype, places) for tensor in tensors])
 
 
-def _sum_of(tensor: Tensor, places: bool) -> int:
+def _sum_of(tensor: Tensor, dtype: torch.dtype, places: bool) -> int:
+    return _as_it_is(tensor, places) if tensor.dtype == dtype else _rounded(tensor, dtype, places)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype, places: bool) -> int:
+    total = 0
+    for number, part in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+        rounded = part.to(dtype)  # has a name, so that its memory is there
+        total += _sum(_bits(rounded, len(part)), 1, 0, len(part), number * _CHUNK, 0, 1, places)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _as_it_is(tensor: Tensor, places: bool) -> int:
+    size = tensor.numel()
     if tensor.is_contiguous():
-        bits = _bits(tensor)
-        return _sum(bits, max(bits.size, 1), 0, 1, places)
-    if tensor.dim() == 2 and tensor.t().is_contiguous():  # a matrix by columns
-        rows, columns = tensor.shape
-        return _sum(_bits(tensor), rows, 1, columns, places)
-    return _sum_of(tensor.contiguous(), places)
+        return _sum(_bits(tensor, size), 1, 0, size, 0, 0, 1, places)
+    if tensor.dim() != 2 or not size or 1 not in tensor.stride():
+        return _as_it_is(tensor.contiguous(), places)
+    rows, columns = tensor.shape
+    pitch = max(tensor.stride())
+    if tensor.stride(1) == 1:
+        return _sum(_bits(tensor, (rows - 1) * pitch + columns), rows, pitch, columns, 0, columns, 1, places)
+    return _sum(_bits(tensor, (columns - 1) * pitch + rows), columns, pitch, rows, 0, 1, columns, places)
 
 
-def _bits(tensor: Tensor) -> np.ndarray:
-    """Patterns in memory without gaps. Not by `Tensor.numpy`: FSDP could not free the memory any more."""
+def _bits(tensor: Tensor, size: int) -> np.ndarray:
+    """So many patterns from the tensor's first on, as long as it is there. Not by `Tensor.numpy`, after which FSDP could
+    not free the memory any more."""
     kind: Any = _INTEGERS[tensor.dtype.itemsize]
-    if not (size := tensor.nbytes):
+    if not size:
         return np.empty(0, kind)
-    return np.frombuffer(memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())), kind)
+    if not (address := tensor.data_ptr()):
+        raise RuntimeError(f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory to sum.")
+    return np.frombuffer(memoryview((ctypes.c_char * (size * tensor.itemsize)).from_address(address)), kind)
 
 
 @kernel
-def _sum(bits, length, far, near, places):
-    """Of runs of `length` elements, whose places begin `far` after one another and are `near` apart within."""
+def _sum(bits, runs, pitch, length, first, far, near, places):
+    """Of runs of `length` elements, `pitch` apart in memory. Their places begin at `first`, `far` after one another,
+    and are `near` apart within."""
     total = np.int64(0)
-    for start in range(0, bits.size, length):
-        run = bits[start : start + length]
+    for number in range(runs):
+        run = bits[number * pitch : number * pitch + length]
         of_run = by_place = np.int64(0)
         for i in range(run.size):
             of_run += np.int64(run[i])
             by_place += np.int64(run[i]) * i
-        first = start // length * far
-        total += (2 * first + 1) * of_run + 2 * near * by_place if places else of_run
+        total += (2 * (first + number * far) + 1) * of_run + 2 * near * by_place if places else of_run
     return total

@@ -14,7 +14,16 @@ from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.rl.weight_update import ReadsWeights
 from xtuner.v1.utils import get_logger
 
-from .backends.base import ComesBack, CountsWork, GenerateOutput, GenerateRequest, MemoryTag, RolloutEngine, StaysAwake
+from .backends.base import (
+    ComesBack,
+    CountsWork,
+    GenerateOutput,
+    GenerateRequest,
+    MemoryTag,
+    RolloutEngine,
+    StaysAwake,
+    TakesParameters,
+)  # fmt: skip
 from .config import RolloutConfig
 
 __all__ = ["RolloutConfig", "RolloutWorker"]
@@ -183,6 +192,11 @@ class RolloutWorker:
         """Bytes of device memory that waking the engine's cache takes; None if the engine has to sleep while others use
         the device."""
         return self.engine.memory_to_wake() if isinstance(self.engine, StaysAwake) else None
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether updates may come by parameter, see `WeightBucket`."""
+        return isinstance(self.engine, TakesParameters) and self.engine.takes_parameters
 
     def readable(self) -> ReadsWeights | None:
         """The engine, if it can read back what it computes with."""

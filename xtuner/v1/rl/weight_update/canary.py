@@ -18,7 +18,8 @@ from .inventory import some
 SumsBy = Literal["weight", "module"]
 SumOf = tuple[int, int]
 """A sum of bits and the number of elements that it is of."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.[^.]+")
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.[^.]+")
+"""In the name of a checkpoint's weight or of a parameter."""
 
 
 class StaleWeightsError(RuntimeError):

@@ -27,13 +27,15 @@ async def push_in_process(
     serve. Parameters that lie whole on this rank are read where they are, in one pass that also rounds them. `witness`
     sees what leaves.
     """
+    worker = peer(target)
     with torch.no_grad():
-        buckets: Iterator[WeightBucket] = iter(engine.weight_buckets(bucket_bytes, cast=False))
+        lent = engine.weight_buckets(bucket_bytes, cast=False, by_parameter=worker.takes_parameters)
+        buckets: Iterator[WeightBucket] = iter(lent)
         if checksum:
             buckets = with_checksums(buckets)
         if witness is not None:
             buckets = witness.watch(buckets)
         try:
-            await peer(target).update_weights(buckets, version)
+            await worker.update_weights(buckets, version)
         finally:
             exhaust(buckets)

@@ -31,7 +31,7 @@ class DeliveryError(RuntimeError):
 class Inventory:
     """What of an update has come, against the weights that an engine has.
 
-    `targets`: name -> where the engine wants the values, by the names that the trainer uses.
+    `targets`: name -> where the engine wants the values, by the names that the trainer uses in this update.
     """
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:

@@ -101,6 +101,14 @@ class ComesBack(Protocol):
 
 
 @runtime_checkable
+class TakesParameters(Protocol):
+    """An engine that may compute with the trainer's own model."""
+
+    takes_parameters: bool
+    """Whether updates may come by parameter, see `WeightBucket`."""
+
+
+@runtime_checkable
 class StaysAwake(Protocol):
     """An engine that can keep its memory while others use the device, and take updates so."""
 

@@ -15,10 +15,12 @@ def pattern_sum(tensor: Tensor) -> Tensor:
 
 
 def inside(named: Iterable[tuple[str, Tensor]], modules: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those that belong to one of these modules, or to a part of it."""
+    """Those that are one of these modules' or of a part of it, or have such a name themselves, as what lies in a layer
+    without a module."""
     wanted = set(modules)
     for name, tensor in named:
-        if any(name[:end] in wanted for end, sign in enumerate(name) if sign == "."):
+        owners = [name[:end] for end, sign in enumerate(name) if sign == "."] or [""]
+        if not wanted.isdisjoint((name, *owners)):
             yield name, tensor
 
 

@@ -40,6 +40,8 @@ class TensorParallelEngine(NativeEngine):
     first one.
     """
 
+    takes_parameters = False  # ranks have rows of them in another order
+
     def __init__(self, model_path: str | Path, *, num_ranks: int, **options: Any) -> None:
         """`num_ranks` neighbouring ranks of the process group are an engine. options: those of `NativeEngine`."""
         super().__init__(model_path, **options)

@@ -12,7 +12,7 @@ from xtuner.v1.model.dense import DecoderModel
 from xtuner.v1.model.hf import places_of_rows
 from xtuner.v1.ops.bit_sums import bit_sums
 from xtuner.v1.rl.weight_update.canary import SumOf
-from xtuner.v1.rl.weight_update.inventory import Inventory
+from xtuner.v1.rl.weight_update.inventory import Inventory, WeightUpdateError
 
 from .weights import PlainWeights, WeightReceiver
 
@@ -45,7 +45,9 @@ class CutReceiver(WeightReceiver):
         super().__init__(model)
         self._places = {name: list(_places(model, name)) for name in model.hf_params}
 
-    def _expected(self) -> Inventory:
+    def _expected(self, by_parameter: bool = False) -> Inventory:
+        if by_parameter:
+            raise WeightUpdateError("an engine that is cut over ranks takes weights by Hugging Face name alone.")
         return _CutInventory(self._model)
 
     @torch.no_grad()

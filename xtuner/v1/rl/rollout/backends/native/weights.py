@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from xtuner.v1.data_proto import WeightBucket
 from xtuner.v1.model.dense import DecoderModel
-from xtuner.v1.model.hf import weight_views
+from xtuner.v1.model.hf import parameter_views, weight_views
 from xtuner.v1.ops.bit_sums import prepared_bit_sums
 from xtuner.v1.ops.copy_all import copy_all
 from xtuner.v1.rl.weight_update.canary import SumOf, SumsBy
@@ -50,41 +50,45 @@ class WeightReceiver:
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        self._targets: dict[str, Tensor] | None = None
+        self._targets: dict[bool, dict[str, Tensor]] = {}
+        """By parameter, or by Hugging Face name."""
         self._samples: dict[tuple[str, ...], tuple[list[int], Callable[[], Tensor]]] = {}
         """Numbers of elements and what sums their bits, of weights that were asked for: samples come again."""
 
     def forget(self) -> None:
         """To be said when parameters are in other memory from now on."""
-        self._targets = None
+        self._targets.clear()
         self._samples.clear()
 
     @torch.no_grad()
     def take(self, buckets: Iterable[WeightBucket]) -> None:
         """Copy a full set of weights. Returns when all of it is launched; raises WeightUpdateError if it is not one."""
-        inventory = self._expected()
+        inventory: Inventory | None = None
         try:
             for bucket in buckets:
+                if inventory is None:
+                    inventory = self._expected(bucket.by_parameter)
                 self._copy(inventory.take(bucket), bucket)
         except DeliveryError as error:
-            missing = inventory.missing
+            missing = (inventory or self._expected()).missing
             raise WeightUpdateError(f"{error} {len(missing)} weights are missing: {some(missing)}.") from error
-        inventory.check()
+        (inventory or self._expected()).check()
 
     @torch.no_grad()
     def sums(self, names: list[str], dtype: torch.dtype) -> dict[str, SumOf]:
-        """`bit_sums` in `dtype` and numbers of elements of what the model has now."""
+        """`bit_sums` in `dtype` and numbers of elements of what the model has now, of parameters or of weights."""
         sample = tuple(names)
         if sample not in self._samples:
-            values = self._expected().values(names)
+            by_parameter = dict(self._model.named_parameters()).keys() >= set(names)
+            values = self._expected(by_parameter).values(names)
             self._samples[sample] = [value.numel() for value in values], prepared_bit_sums(values, dtype)
         elements, sums = self._samples[sample]
         return dict(zip(names, zip(sums().tolist(), elements, strict=True), strict=True))
 
-    def _expected(self) -> Inventory:
-        if self._targets is None:
-            self._targets = weight_views(self._model)
-        return Inventory(self._targets)
+    def _expected(self, by_parameter: bool = False) -> Inventory:
+        if by_parameter not in self._targets:
+            self._targets[by_parameter] = (parameter_views if by_parameter else weight_views)(self._model)
+        return Inventory(self._targets[by_parameter])
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], bucket: WeightBucket) -> None:
         """target = source. In several parts, so that the device begins while the host goes on."""
@@ -97,6 +101,7 @@ class ReadableWeights:
     """What an engine has to say of its weights; see `ReadsWeights`."""
 
     sums_by: SumsBy = "weight"
+    takes_parameters = True
     dtype: torch.dtype
     _receiver: WeightReceiver
     _obstacle: dict[str, str]
