@@ -82,6 +82,7 @@ def measure(rows: Rows, shape: str, args: argparse.Namespace) -> None:
         ways: dict[str, Callable[[], Any]] = {"device copy": floor}
         for checksum in (False, True):
             ways["in process" + TAIL[checksum]] = partial(in_process, trainer, engine, checksum)
+        ways["in process, by Hugging Face name"] = partial(in_process, trainer, engine, False, by_parameter=False)
         run(rows, shape, ways, args.rounds)
         mine, its = Line.pair(120.0)
         process = multiprocessing.get_context("spawn").Process(target=receiver_process, args=(its, folder), daemon=True)
@@ -197,13 +198,13 @@ def device_copy(numel: int) -> Callable[[], Any]:
     return partial(torch.empty_like(source).copy_, source)
 
 
-def buckets(trainer: TrainEngine, checksum: bool) -> Any:
-    lent = trainer.weight_buckets(BUCKET, cast=False)
+def buckets(trainer: TrainEngine, checksum: bool, by_parameter: bool = False) -> Any:
+    lent = trainer.weight_buckets(BUCKET, cast=False, by_parameter=by_parameter)
     return with_checksums(lent) if checksum else lent
 
 
-def in_process(trainer: TrainEngine, engine: EngineWeights, checksum: bool) -> None:
-    engine.receiver.take(buckets(trainer, checksum))
+def in_process(trainer: TrainEngine, engine: EngineWeights, checksum: bool, by_parameter: bool = True) -> None:
+    engine.receiver.take(buckets(trainer, checksum, by_parameter))
 
 
 def across(

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ def measure(device: torch.device, shape: str, rounds: int) -> dict[str, Any]:
     num_weights, world = sum(p.numel() for p in target.parameters()), dist.get_world_size()
     share = torch.empty(-(-num_weights // world), dtype=torch.bfloat16, device=device)
     whole = torch.empty(share.numel() * world, dtype=torch.bfloat16, device=device)
+    buckets = partial(trainer.weight_buckets, BUCKET, cast=False, by_parameter=True)
     ways: dict[str, Callable[[], Any]] = {
         "all-gather": lambda: dist.all_gather_into_tensor(whole, share),
-        "update": lambda: receiver.take(trainer.weight_buckets(BUCKET, cast=False)),
-        "update, checksums": lambda: receiver.take(with_checksums(trainer.weight_buckets(BUCKET, cast=False))),
+        "update": lambda: receiver.take(buckets()),
+        "update, checksums": lambda: receiver.take(with_checksums(buckets())),
     }
     seconds = {way: slowest(work, rounds, device) for way, work in ways.items()}
     memory.drop()

@@ -46,8 +46,8 @@ def _as_it_is(tensor: Tensor, places: bool) -> int:
 
 
 def _bits(tensor: Tensor, size: int) -> np.ndarray:
-    """So many patterns from the tensor's first on, as long as it is there. Not by `Tensor.numpy`, after which FSDP could
-    not free the memory any more."""
+    """So many patterns from the tensor's first on, as long as it is there. Not by `Tensor.numpy`, after which FSDP
+    could not free the memory any more."""
     kind: Any = _INTEGERS[tensor.dtype.itemsize]
     if not size:
         return np.empty(0, kind)
