@@ -128,3 +128,6 @@ def test_an_update_that_fails_lets_the_other_ranks_end_their_gathering(tmp_path,
     with pytest.raises(WeightUpdateError, match="float16"):
         asyncio.run(push_in_process(Float16(), "rollout_0", 5, 6_000))
     assert drained and rollout.version == 0
+    with pytest.raises(KeyError, match="rollout_1"):
+        asyncio.run(push_in_process(Float16(), "rollout_1", 5, 6_000))
+    assert len(drained) == 2

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from xtuner.v1.ops.bit_sums import bit_sums, prepared_bit_sums, reference_bit_sum
+from xtuner.v1.ops.cpu import cpu_kernels_available
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,7 +46,8 @@ def test_columns_parts_and_steps_are_read_along_rows(dtype, sums):
     columns = tensor.t()
     parts = [columns, tensor[3:9], columns[2:7], columns[:, 2:9], columns[2:7, 1:4], tensor[2:7, 1:4]]
     parts += [tensor[::2], tensor[:, 1::3], columns[:1], columns[:, :1], columns[:0]]
-    parts.append(tensor.view(6, 5, 24).transpose(0, 1))
+    parts += [tensor.view(6, 5, 24).transpose(0, 1), tensor[:1].expand(5, 24), tensor[:, :1].expand(30, 7)]
+    parts += [columns[:, :1].expand(24, 3), tensor[0, 0].expand(4, 6)]
     for part in parts:
         assert sums(part) == exact(part)
         assert sums(part, torch.bfloat16) == exact(part.bfloat16())
@@ -67,11 +69,17 @@ def test_large_tensors_count_as_rounded_too(places, monkeypatch):
         assert bit_sums([part], torch.bfloat16, places).item() == exact(part.bfloat16(), places)
 
 
-def test_a_tensor_without_memory_is_refused():
-    tensor = torch.ones(1000)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="Tensor of shape \\[1000\\] has no memory"):
-        bit_sums([tensor])
+@pytest.mark.skipif(not cpu_kernels_available(), reason="torch refuses it in its own words")
+@pytest.mark.parametrize("left", [0, 1000])
+@pytest.mark.parametrize("counted", [None, torch.bfloat16])
+def test_a_tensor_without_memory_is_refused(left, counted):
+    tensor = torch.ones(1200)
+    parts = [tensor, tensor[10:], tensor[10:1150].view(60, 19).t(), tensor.view(6, 20, 10).transpose(0, 1)]
+    assert bit_sums(parts, counted).numel() == 4
+    tensor.untyped_storage().resize_(left)
+    for part in parts:
+        with pytest.raises(RuntimeError, match="Tensor of shape .* has no memory"):
+            bit_sums([part], counted)
 
 
 def test_what_was_prepared_sums_what_is_there_by_then():

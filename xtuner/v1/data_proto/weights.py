@@ -20,6 +20,14 @@ class WeightBucket:
     """Whether the names are those of our model's parameters, of which one can hold hundreds of a checkpoint's weights,
     as those of experts do: for an engine that computes with the same model. All buckets of an update are alike."""
 
+    def refuse_parameters(self) -> None:
+        """To be said where names must be Hugging Face's. Raises ValueError if they are not."""
+        if self.by_parameter:
+            raise ValueError(
+                f"a bucket by parameter ({', '.join(list(self.tensors)[:3])}, …) where Hugging Face names are wanted: "
+                "only an engine of the same process takes it."
+            )
+
     def rounded(self) -> dict[str, Tensor]:
         """The tensors in the type that they count in."""
         return {name: t if self.dtype is None else t.to(self.dtype) for name, t in self.tensors.items()}

@@ -33,7 +33,7 @@ class WeightSource:
         if cast or not self._lies_here:
             batches = (export_batches if by_parameter else export_hf_batches)(self._model, dtype, bucket_bytes)
             buckets = chain.from_iterable(_group(batch, None, bucket_bytes, by_parameter) for batch in batches)
-            yield from _ahead(buckets, self._lane, self._device)
+            yield from _ahead(buckets, bucket_bytes, self._lane, self._device)
         else:
             lent = self._own_parameters if by_parameter else self._own_weights
             for tensors, kept in zip(lent, (dtype, None), strict=True):
@@ -87,8 +87,10 @@ def _group(
         yield bucket
 
 
-def _ahead(buckets: Iterator[WeightBucket], lane: Lane, device: torch.device) -> Iterator[WeightBucket]:
-    """The same, on a GPU each gathered while the one before is in use."""
+def _ahead(
+    buckets: Iterator[WeightBucket], bucket_bytes: int, lane: Lane, device: torch.device
+) -> Iterator[WeightBucket]:
+    """The same, on a GPU each gathered while the one before is in use, if that is of at most `bucket_bytes`."""
     if device.type != "cuda":
         yield from buckets
         return
@@ -100,7 +102,7 @@ def _ahead(buckets: Iterator[WeightBucket], lane: Lane, device: torch.device) ->
 
     bucket, arrived = fetch()
     while bucket is not None:
-        following = fetch()
+        following = fetch() if bucket.num_bytes <= bucket_bytes else None
         wait(device, arrived)
         yield bucket
-        bucket, arrived = following
+        bucket, arrived = following or fetch()

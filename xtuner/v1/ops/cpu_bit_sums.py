@@ -21,6 +21,10 @@ def bit_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None, places: bool)
 
 
 def _sum_of(tensor: Tensor, dtype: torch.dtype, places: bool) -> int:
+    if tensor.numel():
+        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+            raise RuntimeError(f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory to sum.")
     return _as_it_is(tensor, places) if tensor.dtype == dtype else _rounded(tensor, dtype, places)
 
 
@@ -36,7 +40,7 @@ def _as_it_is(tensor: Tensor, places: bool) -> int:
     size = tensor.numel()
     if tensor.is_contiguous():
         return _sum(_bits(tensor, size), 1, 0, size, 0, 0, 1, places)
-    if tensor.dim() != 2 or not size or 1 not in tensor.stride():
+    if tensor.dim() != 2 or not size or 1 not in tensor.stride() or 0 in tensor.stride():
         return _as_it_is(tensor.contiguous(), places)
     rows, columns = tensor.shape
     pitch = max(tensor.stride())
@@ -51,9 +55,8 @@ def _bits(tensor: Tensor, size: int) -> np.ndarray:
     kind: Any = _INTEGERS[tensor.dtype.itemsize]
     if not size:
         return np.empty(0, kind)
-    if not (address := tensor.data_ptr()):
-        raise RuntimeError(f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory to sum.")
-    return np.frombuffer(memoryview((ctypes.c_char * (size * tensor.itemsize)).from_address(address)), kind)
+    memory = (ctypes.c_char * (size * tensor.itemsize)).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), kind)
 
 
 @kernel

@@ -154,6 +154,8 @@ class Script:
             engine = self.engine(load_weights=False)
             await engine.start()
             with torch.no_grad():
+                with pytest.raises(RuntimeError, match="by Hugging Face name alone"):
+                    await engine.update_weights(trainer.weight_buckets(20_000, by_parameter=True), 1)
                 await engine.update_weights(with_checksums(trainer.weight_buckets(20_000)), 1)
             await self.ask(f"trained {fsdp}", engine, *PLAIN)
             await engine.stop()

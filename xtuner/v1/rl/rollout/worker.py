@@ -196,7 +196,7 @@ class RolloutWorker:
     @property
     def takes_parameters(self) -> bool:
         """Whether updates may come by parameter, see `WeightBucket`."""
-        return isinstance(self.engine, TakesParameters) and self.engine.takes_parameters
+        return isinstance(self._engine, TakesParameters) and self._engine.takes_parameters
 
     def readable(self) -> ReadsWeights | None:
         """The engine, if it can read back what it computes with."""

@@ -46,7 +46,7 @@ class WorkerConfig(XTunerConfig):
     log_dir: str | Path | None = None
     """Set by the trainer."""
     update_weight_bucket_size_in_gb: float = Field(0.5, gt=0)
-    """Weights travel to the engine in buckets of this size (GiB)."""
+    """Weights travel to the engine in buckets of at most this size (GiB), or of one larger tensor."""
     update_weight_checksum: bool = False
     """After every update, compare a checksum of each weight's bits in the engine with the trainer's. Types of compute
     and rollout must be the same."""

@@ -52,6 +52,7 @@ def send_weights(
         line.update = secrets.token_hex(8)
         line.send("begin", version=version)
         for index, bucket in enumerate(iterator):
+            bucket.refuse_parameters()
             if index >= _SLOTS:
                 _expect_index(line, "taken", index - _SLOTS)
             places, size = lay_out(bucket)

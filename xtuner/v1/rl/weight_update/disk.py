@@ -29,8 +29,10 @@ def write_weights(buckets: Iterable[WeightBucket], folder: Path, version: int) -
     try:
         _write(buckets, part, version)
         part.rename(folder)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise DeliveryError(f"version {version} of the weights cannot be written to {folder} ({error}).") from error
 
 
@@ -40,6 +42,7 @@ def _write(buckets: Iterable[WeightBucket], part: Path, version: int) -> None:
     checksums: dict[str, int] = {}
     num_bytes = 0
     for number, bucket in enumerate(buckets):
+        bucket.refuse_parameters()
         file = f"bucket-{number:05d}.safetensors"
         write_tensor_file(part / file, bucket.rounded(), {"format": "pt"})
         weight_map |= dict.fromkeys(bucket.tensors, file)

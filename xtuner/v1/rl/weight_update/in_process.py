@@ -1,6 +1,7 @@
 """Trainer and engine in one process: tensors are handed over, nothing is serialised."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
@@ -27,15 +28,21 @@ async def push_in_process(
     serve. Parameters that lie whole on this rank are read where they are, in one pass that also rounds them. `witness`
     sees what leaves.
     """
-    worker = peer(target)
     with torch.no_grad():
-        lent = engine.weight_buckets(bucket_bytes, cast=False, by_parameter=worker.takes_parameters)
+        lent = engine.weight_buckets(bucket_bytes, cast=False, by_parameter=_takes_parameters(target))
         buckets: Iterator[WeightBucket] = iter(lent)
         if checksum:
             buckets = with_checksums(buckets)
         if witness is not None:
             buckets = witness.watch(buckets)
         try:
-            await worker.update_weights(buckets, version)
+            await peer(target).update_weights(buckets, version)
         finally:
             exhaust(buckets)
+
+
+def _takes_parameters(target: str) -> bool:
+    """No, if it is not there: that is said once the others can end their gathering."""
+    with suppress(KeyError):
+        return bool(peer(target).takes_parameters)
+    return False
