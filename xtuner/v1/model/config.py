@@ -1,6 +1,7 @@
 """What a decoder-only transformer is made of."""
 
-from typing import TYPE_CHECKING, Literal
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -126,7 +127,7 @@ class MLAConfig(XTunerConfig):
         """Latent attention knows no window."""
 
 
-class TransformerConfig(XTunerConfig):
+class TransformerConfig(XTunerConfig, ABC):
     """What all decoder-only transformers have."""
 
     model_type: str
@@ -158,6 +159,16 @@ class TransformerConfig(XTunerConfig):
     tie_word_embeddings: bool = False
     """The head is the embedding."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_of_a_family(cls, values: Any) -> Any:
+        if cls is TransformerConfig and isinstance(values, dict):
+            raise ValueError(
+                f"a dict (model_type={values.get('model_type')!r}) does not say which kind of model it is; give "
+                "get_model_config_from_hf(path), a DenseModelConfig or a MoEModelConfig."
+            )
+        return values
+
     @model_validator(mode="after")
     def _layer_types_fit(self) -> "TransformerConfig":
         kinds = self.layer_types
@@ -179,13 +190,13 @@ class TransformerConfig(XTunerConfig):
         return None
 
     @property
+    @abstractmethod
     def mlp_values(self) -> int:
         """Values of one token that the MLP or the experts of a layer hold at a time without gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self, device: torch.device | str = "meta", dtype: TorchDtype = torch.float32) -> "DecoderModel":
         """The module with its parameters allocated and not yet filled (load a model or `init_weights`)."""
-        raise NotImplementedError
 
 
 class DenseModelConfig(TransformerConfig):

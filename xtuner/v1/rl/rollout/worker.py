@@ -23,7 +23,7 @@ from .backends.base import (
     RolloutEngine,
     StaysAwake,
     TakesParameters,
-)  # fmt: skip
+)
 from .config import RolloutConfig
 
 __all__ = ["RolloutConfig", "RolloutWorker"]
